@@ -1,0 +1,1 @@
+"""jaxserve: an inference runtime in JAX, from prompt to token."""

@@ -1,0 +1,152 @@
+"""All settings, as small frozen dataclasses. A default is written here and nowhere else.
+
+This module imports neither jax nor the engine: front-end workers read it, too.
+Environment variables are read in `from_environment` functions only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+
+from jaxserve.errors import UsageError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding of one kind of layer; `scaling` as in Hugging Face's `rope_scaling`.
+
+    rotary_dim: how many of the head's dimensions are rotated (the leading ones).
+    interleaved: pairs are neighbours (0,1), (2,3) instead of halves (i, i + rotary_dim / 2).
+    """
+
+    theta: float
+    rotary_dim: int
+    scaling_type: str = "default"
+    scaling: dict[str, float | int | bool | list[float]] = dataclasses.field(default_factory=dict)
+    interleaved: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """What may differ from layer to layer: window (None: full causal) and rope (None: NoPE)."""
+
+    window: int | None
+    rope: RopeConfig | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of one model, read from its own config by the family's reader.
+
+    Sizes follow the letters of ARCHITECTURE.md: D hidden_size, N num_heads, K num_kv_heads,
+    H head_size, F ffn_size, V vocab_size, L num_layers.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    ffn_size: int
+    max_position: int
+    layers: tuple[LayerConfig, ...]
+    norm_eps: float = 1e-5
+    norm_offset: float = 0.0  # 1.0: weights are stored minus one (Gemma)
+    tie_embeddings: bool = False
+    attention_bias: bool = False  # q, k and v
+    attention_out_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False  # norms after attention and ffn as well (Gemma)
+    activation: str = "silu"  # or "gelu_tanh", "gelu"
+    attention_scale: float | None = None  # None: head_size ** -0.5
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the engine runs a model.
+
+    max_num_seqs: slots of the running batch. max_num_batched_tokens: query tokens of one step.
+    max_model_len: prompt + answer, None for the model's own limit (at most `DEFAULT_MAX_LEN`).
+    kv_memory_bytes: size of the page pool, None for a share of what is free. num_pages overrides it.
+    max_queue_len and max_queued_tokens bound what waits; beyond them requests are refused.
+    """
+
+    model: str = DEFAULT_MODEL
+    served_name: str | None = None
+    dtype: str = "auto"
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_memory_bytes: int | None = None
+    tensor_parallel: int = 1
+    prefix_caching: bool = True
+    async_scheduling: bool = True
+    max_queue_len: int = 2048
+    max_queued_tokens: int = 2_000_000
+    random_weights: bool = False
+    kernels: str = "auto"
+
+    def validate(self) -> None:
+        """Raises UsageError naming the flag to change."""
+        for name, low in (
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("page_size", 1),
+            ("tensor_parallel", 1),
+            ("max_queue_len", 1),
+            ("max_queued_tokens", 1),
+        ):
+            value = getattr(self, name)
+            if value < low:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least {low}")
+        for name in ("max_model_len", "num_pages", "kv_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 2:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 2")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.page_size & (self.page_size - 1):
+            raise UsageError(f"--page-size is {self.page_size}; it must be a power of two")
+
+
+DEFAULT_MAX_LEN = 8192
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP side. `workers` front-end processes share one engine."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    max_body_bytes: int = 8 * 2**20
+    max_prompt_bytes: int = 4 * 2**20
+    max_n: int = 16
+    max_stop: int = 16
+    max_stop_bytes: int = 1024
+    drain_seconds: float = 30.0
+    log_level: str = "info"
+
+
+def cache_folder() -> pathlib.Path:
+    """Where pulled models and compiled programs are kept; `JAXSERVE_CACHE` overrides."""
+    override = os.environ.get("JAXSERVE_CACHE")
+    if override:
+        return pathlib.Path(override).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "jaxserve"

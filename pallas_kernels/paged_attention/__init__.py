@@ -1,0 +1,1 @@
+"""Ragged attention over a paged KV cache (step 6b of the walk)."""
