@@ -1,0 +1,32 @@
+"""The fixed shapes that steps are padded to (between steps 5 and 6)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+#: Query tokens per step. From 8 on they double, so padding stays below half of a step.
+_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_ROUND = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """One compiled shape: T query tokens that belong to at most R rows (sequences)."""
+
+    tokens: int
+    rows: int
+
+
+def make_buckets(max_step_tokens: int, max_num_seqs: int) -> tuple[Bucket, ...]:
+    """All shapes, smallest first. The largest holds max_step_tokens, rounded up to a multiple of 8."""
+    largest = -(-max_step_tokens // _ROUND) * _ROUND if max_step_tokens > 1 else 1
+    sizes = [size for size in _SIZES if size < largest] + [largest]
+    return tuple(Bucket(tokens=size, rows=min(size, max_num_seqs)) for size in sizes)
+
+
+def choose_bucket(buckets: tuple[Bucket, ...], num_tokens: int, num_rows: int) -> Bucket:
+    """The smallest shape that holds a step."""
+    for bucket in buckets:
+        if bucket.tokens >= num_tokens and bucket.rows >= num_rows:
+            return bucket
+    raise AssertionError(f"no bucket holds {num_tokens} tokens of {num_rows} rows: {buckets}")

@@ -1,0 +1,105 @@
+"""One request inside the engine: its tokens, its pages, and how far it has come (step 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+
+from jaxserve.kv import hashing
+from jaxserve.request import FinishReason, GenerationRequest
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class SequenceTimes:
+    """Moments in seconds of `time.monotonic()`; 0.0 means not yet."""
+
+    arrival: float
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """A request's bookkeeping. Only the engine's thread touches it.
+
+    tokens: prompt and the answer as far as the host knows it. num_pending: tokens that the device
+    has sampled and the host has not read (0 or 1). num_computed_tokens: tokens whose KV is written,
+    or will be by a step already dispatched. num_queued_tokens: what it counted for when it was queued. slot: its row of the device's sampling state.
+    """
+
+    request: GenerationRequest
+    max_tokens: int
+    order: int
+    tokens: list[int]
+    times: SequenceTimes
+    status: SequenceStatus = SequenceStatus.WAITING
+    slot: int = -1
+    num_pending: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_inserted_pages: int = 0
+    num_preemptions: int = 0
+    num_queued_tokens: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
+    hashes: list[bytes] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @classmethod
+    def from_request(cls, request: GenerationRequest, *, max_tokens: int, order: int) -> Sequence:
+        return cls(
+            request=request,
+            max_tokens=max_tokens,
+            order=order,
+            tokens=list(request.prompt_ids),
+            times=SequenceTimes(arrival=request.arrival or time.monotonic()),
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens that the host knows."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, the pending one included."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that could be computed now; 0 once the last wanted token is on its way."""
+        if self.num_tokens - self.num_prompt_tokens >= self.max_tokens:
+            return 0
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Everything but the newest token is computed."""
+        return self.num_tokens - self.num_computed_tokens <= 1 and self.num_computed_tokens > 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of service: smaller priority first, then order of arrival."""
+        return self.request.priority, self.order
+
+    def full_page_hashes(self, page_size: int, num_tokens: int) -> list[bytes]:
+        """Hashes of the pages that the first `num_tokens` known tokens fill completely."""
+        count = num_tokens // page_size
+        while len(self.hashes) < count:
+            start = len(self.hashes) * page_size
+            parent = (
+                self.hashes[-1] if self.hashes else hashing.chain_start(self.request.cache_salt)
+            )
+            self.hashes.append(hashing.page_hash(parent, self.tokens[start : start + page_size]))
+        return self.hashes[:count]
