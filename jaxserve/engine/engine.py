@@ -1,0 +1,292 @@
+"""The engine: admits requests and turns them into tokens, one step at a time (steps 3 to 7).
+
+A step is: schedule, dispatch, then read what the step before produced. So the device always has
+the next step queued while the host looks at the last one's tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence as Rows
+from typing import Any, Protocol
+
+from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sequence import Sequence, SequenceStatus
+from jaxserve.engine.step_plan import ScheduledRow, StepPlan
+from jaxserve.errors import PromptTooLongError, RefusedError, RequestError
+from jaxserve.request import FinishReason, GenerationRequest, TokenLogprobs, TokenOutput
+
+logger = logging.getLogger("jaxserve.engine")
+
+_MAX_FAILURES = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRow:
+    """What a step sampled for one row; `ok` is False when its logits held NaN.
+
+    logprobs: the chosen token's and the top 20, None unless the request asked for them.
+    """
+
+    token: int
+    ok: bool = True
+    logprobs: TokenLogprobs | None = None
+
+
+class StepRunner(Protocol):
+    """The device's side of a step."""
+
+    vocab_size: int
+
+    def dispatch(self, plan: StepPlan) -> Any:
+        """Starts a step and returns at once; the handle is for `read`."""
+        ...
+
+    def read(self, handle: Any) -> Rows[SampledRow]:
+        """Waits for a step: one entry per row of its plan."""
+        ...
+
+    def bucket_tokens(self, plan: StepPlan) -> int:
+        """The padded number of tokens of a step."""
+        ...
+
+    def check_request(self, request: GenerationRequest) -> None:
+        """Raises RequestError for what the compiled programs cannot honour."""
+        ...
+
+    def reset(self) -> None:
+        """New device state after a failed step; all pages are lost."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """How long a request may be, and how much may wait. Lengths in tokens."""
+
+    max_model_len: int
+    max_queue_len: int
+    max_queued_tokens: int
+    eos_ids: frozenset[int]
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _InFlight:
+    plan: StepPlan
+    handle: Any
+    dispatched: float
+
+
+class Engine:
+    """One model on one mesh. Not thread-safe: one thread adds, steps and aborts."""
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        scheduler: Scheduler,
+        limits: AdmissionLimits,
+        metrics: EngineMetrics,
+        *,
+        asynchronous: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self.metrics = metrics
+        self.limits = limits
+        self._runner = runner
+        self._asynchronous = asynchronous
+        self._sequences: dict[str, Sequence] = {}
+        self._in_flight: _InFlight | None = None
+        self._order = 0
+        self._failures = 0
+        #: Why the engine can no longer run, None while it can. Everything was ended then.
+        self.broken: str | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that were accepted and have no final output yet."""
+        return len(self._sequences)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Accepts a request: from now on it gets exactly one final output.
+
+        Raises RequestError when it can never run, RefusedError when too much is waiting.
+        """
+        self._check(request)
+        room = self.limits.max_model_len - len(request.prompt_ids)
+        wanted = request.sampling.max_tokens
+        sequence = Sequence.from_request(
+            request, max_tokens=room if wanted is None else min(wanted, room), order=self._order
+        )
+        self._order += 1
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> TokenOutput | None:
+        """Ends a request now, wherever it is. None when it is not (or no longer) ours."""
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else self._finish(sequence, reason)
+
+    def step(self) -> list[TokenOutput]:
+        """One step of the loop; what it returns was computed by the step before."""
+        plan = self.scheduler.schedule()
+        previous, self._in_flight = self._in_flight, None
+        try:
+            if plan.rows:
+                handle = self._runner.dispatch(plan)
+                self._in_flight = _InFlight(
+                    plan=plan, handle=handle, dispatched=time.monotonic()
+                )
+            self._count(plan)
+            outputs = self._collect(previous) if previous is not None else []
+            if not self._asynchronous and self._in_flight is not None:
+                previous, self._in_flight = self._in_flight, None
+                outputs += self._collect(previous)
+            self._failures = 0
+            return outputs
+        except Exception as error:
+            logger.exception("a step failed; ending the requests that it held")
+            return self._fail(error)
+
+    def check_integrity(self) -> None:
+        """Asserts that pages, slots and requests balance."""
+        self.scheduler.check_integrity()
+        for sequence in self._sequences.values():
+            assert sequence.status is not SequenceStatus.FINISHED
+
+    def _check(self, request: GenerationRequest) -> None:
+        ids, limits = request.prompt_ids, self.limits
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id {request.request_id!r} is running already")
+        if not ids:
+            raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
+        if len(ids) >= limits.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens; with at least one token of answer the limit "
+                f"of {limits.max_model_len} tokens allows {limits.max_model_len - 1}: shorten it, "
+                "or start the engine with a larger --max-model-len",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if min(ids) < 0 or max(ids) >= self._runner.vocab_size:
+            raise RequestError(
+                f"the prompt holds a token id outside 0 to {self._runner.vocab_size - 1}",
+                param="prompt",
+            )
+        request.sampling.validate(vocab_size=self._runner.vocab_size)
+        self._runner.check_request(request)
+        self._check_queue(len(ids))
+
+    def _check_queue(self, num_tokens: int) -> None:
+        waiting, queued = self.scheduler.num_waiting, self.scheduler.num_waiting_tokens
+        if waiting >= self.limits.max_queue_len:
+            self.metrics.on_refused("queue_full")
+            raise RefusedError(
+                f"{waiting} requests are waiting, which is the limit (--max-queue-len); try later",
+                reason="queue_full",
+            )
+        if waiting and queued + num_tokens > self.limits.max_queued_tokens:
+            self.metrics.on_refused("queue_tokens")
+            raise RefusedError(
+                f"{queued} prompt tokens are waiting and this one has {num_tokens}; the limit is "
+                f"{self.limits.max_queued_tokens} (--max-queued-tokens); try later",
+                reason="queue_tokens",
+            )
+
+    def _count(self, plan: StepPlan) -> None:
+        if plan.rows:
+            self.metrics.on_step(plan, self._runner.bucket_tokens(plan))
+        for sequence in plan.admitted:
+            if sequence.num_preemptions == 0:
+                self.metrics.on_admitted(sequence)
+
+    def _collect(self, step: _InFlight) -> list[TokenOutput]:
+        sampled = self._runner.read(step.handle)
+        self.metrics.step_time.observe(time.monotonic() - step.dispatched)
+        outputs = []
+        for row, result in zip(step.plan.rows, sampled, strict=True):
+            if row.samples:
+                row.sequence.num_pending -= 1
+                if row.sequence.status is not SequenceStatus.FINISHED:
+                    outputs.append(self._accept(row, result))
+        return outputs
+
+    def _accept(self, row: ScheduledRow, result: SampledRow) -> TokenOutput:
+        sequence = row.sequence
+        if not result.ok:
+            return self._finish(
+                sequence,
+                FinishReason.ERROR,
+                error="the model's output was not a number for this request",
+            )
+        sequence.tokens.append(result.token)
+        self.metrics.on_token(sequence)
+        logprobs = None if result.logprobs is None else [result.logprobs]
+        reason = self._stop_reason(sequence, result.token)
+        if reason is not None:
+            return self._finish(sequence, reason, token_ids=[result.token], logprobs=logprobs)
+        return TokenOutput(
+            request_id=sequence.request.request_id,
+            token_ids=[result.token],
+            logprobs=logprobs,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+
+    def _stop_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        sampling = sequence.request.sampling
+        if sequence.num_output_tokens >= sampling.min_tokens:
+            if token in self.limits.eos_ids and not sampling.ignore_eos:
+                return FinishReason.STOP
+            if token in sampling.stop_token_ids:
+                return FinishReason.STOP
+        if sequence.num_output_tokens >= sequence.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+    ) -> TokenOutput:
+        self.scheduler.finish(sequence)
+        sequence.finish_reason = reason
+        del self._sequences[sequence.request.request_id]
+        self.metrics.on_finished(sequence, reason)
+        return TokenOutput(
+            request_id=sequence.request.request_id,
+            token_ids=token_ids or [],
+            logprobs=logprobs,
+            finish_reason=reason,
+            num_cached_tokens=sequence.num_cached_tokens,
+            error=error,
+        )
+
+    def _fail(self, error: Exception) -> list[TokenOutput]:
+        """Ends what was running with an error; what waits stays, unless the engine is broken."""
+        self._failures += 1
+        self._in_flight = None
+        text = f"the engine failed on the step that held this request: {error}"
+        outputs = [
+            self._finish(sequence, FinishReason.ERROR, error=text)
+            for sequence in list(self._sequences.values())
+            if sequence.status is SequenceStatus.RUNNING or sequence.num_pending
+        ]
+        self.scheduler.pool.forget_all()
+        if self._failures >= _MAX_FAILURES:
+            self.broken = f"{self._failures} steps in a row failed, the last with: {error}"
+            outputs += [
+                self._finish(sequence, FinishReason.ERROR, error=self.broken)
+                for sequence in list(self._sequences.values())
+            ]
+        else:
+            self._runner.reset()
+        return outputs

@@ -1,0 +1,133 @@
+"""The engine thread: takes messages, steps, sends what came out (joins steps 3, 4 to 7 and 8)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+
+from jaxserve import messages
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.link import EngineLink, Received, WorkerGone
+from jaxserve.errors import EngineError, RefusedError, RequestError
+from jaxserve.request import FinishReason, TokenOutput
+
+logger = logging.getLogger("jaxserve.engine")
+
+_IDLE_SECONDS = 0.5
+
+
+class EngineLoop:
+    """Serves the workers of one link until `stop` is set."""
+
+    def __init__(self, engine: Engine, link: EngineLink, info: messages.EngineInfo) -> None:
+        self._engine = engine
+        self._link = link
+        self._info = info
+        self._owner: dict[str, tuple[bytes, int]] = {}
+        self._of_worker: dict[bytes, set[str]] = {}
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        """Returns when stopped; raises EngineError when the engine can no longer run."""
+        status = self._link.status
+        status.last_turn = time.monotonic()
+        status.info = self._info
+        while not self.stop.is_set():
+            self._take_messages()
+            if self._engine.has_work:
+                self._deliver(self._engine.step())
+                if self._engine.broken:
+                    raise EngineError(self._engine.broken)
+            status.last_turn = time.monotonic()
+            status.num_running = len(self._engine.scheduler.running)
+            status.num_waiting = self._engine.scheduler.num_waiting
+
+    def _take_messages(self) -> None:
+        """Everything that has arrived; waits only when there is nothing else to do."""
+        wait = None if self._engine.has_work else _IDLE_SECONDS
+        while True:
+            try:
+                received = self._link.inbox.get(block=wait is not None, timeout=wait)
+            except queue.Empty:
+                return
+            self._handle(received)
+            wait = None
+
+    def _handle(self, received: Received) -> None:
+        worker, message = received
+        if isinstance(message, messages.Submit):
+            self._submit(worker, message)
+        elif isinstance(message, messages.Abort):
+            for rid in message.rids:
+                self._abort(_key(worker, rid), FinishReason(message.reason))
+        elif isinstance(message, messages.MetricsRequest):
+            text = self._engine.metrics.text(self._engine.scheduler)
+            self._link.send(worker, messages.MetricsReply(message.rid, text))
+        elif isinstance(message, WorkerGone):
+            for key in list(self._of_worker.get(worker, ())):
+                self._abort(key, FinishReason.ABORT)
+
+    def _submit(self, worker: bytes, message: messages.Submit) -> None:
+        answer = messages.Output(message.rid, [])  # the acknowledgement
+        if message.epoch != self._link.epoch:
+            answer = messages.Output(
+                message.rid, [], FinishReason.ERROR, error="the engine was restarted", status=503
+            )
+        else:
+            key = _key(worker, message.rid)
+            try:
+                self._engine.add(dataclasses.replace(message.request, request_id=key))
+            except RefusedError as error:
+                answer = _failure(message.rid, error, error.status, refused=error.reason)
+            except RequestError as error:
+                answer = _failure(message.rid, error, error.status, refused=error.code or "")
+            else:
+                self._owner[key] = (worker, message.rid)
+                self._of_worker.setdefault(worker, set()).add(key)
+        self._link.send(worker, messages.StepOutputs([answer]))
+
+    def _abort(self, key: str, reason: FinishReason) -> None:
+        if self._engine.abort(key, reason) is not None:
+            self._forget(key)
+
+    def _forget(self, key: str) -> tuple[bytes, int]:
+        worker, rid = self._owner.pop(key)
+        keys = self._of_worker[worker]
+        keys.discard(key)
+        if not keys:
+            del self._of_worker[worker]
+        return worker, rid
+
+    def _deliver(self, outputs: list[TokenOutput]) -> None:
+        """One message per worker and step."""
+        by_worker: dict[bytes, list[messages.Output]] = {}
+        for output in outputs:
+            key = output.request_id
+            final = output.finish_reason is not None
+            worker, rid = self._forget(key) if final else self._owner[key]
+            by_worker.setdefault(worker, []).append(
+                messages.Output(
+                    rid,
+                    output.token_ids,
+                    output.finish_reason,
+                    output.num_cached_tokens,
+                    output.logprobs,
+                    output.error,
+                    status=500 if output.error else 0,
+                )
+            )
+        for worker, items in by_worker.items():
+            self._link.send(worker, messages.StepOutputs(items))
+
+
+def _key(worker: bytes, rid: int) -> str:
+    return f"{worker.decode()}:{rid}"
+
+
+def _failure(rid: int, error: Exception, status: int, *, refused: str) -> messages.Output:
+    return messages.Output(
+        rid, [], FinishReason.ERROR, error=str(error), refused=refused, status=status
+    )
