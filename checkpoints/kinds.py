@@ -72,6 +72,10 @@ def _find_in_folder(folder: Path) -> FoundModel:
     if candidates:
         found = _find_file(folder / candidates[0])
         return dataclasses.replace(found, folder=folder)
+    if "_CHECKPOINT_METADATA" in names or "manifest.ocdbt" in names:
+        raise CheckpointFormatError(
+            f"{folder} is an Orbax checkpoint without {MANIFEST}, so not one of ours; {EXPECTED}"
+        )
     if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
         raise CheckpointFormatError(f"{folder} holds PyTorch weights only; {EXPECTED}")
     raise CheckpointFormatError(f"{folder} is not a model; {EXPECTED}")

@@ -23,4 +23,8 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     found = find_model(path)
     if found.kind == "gguf":
         return GgufReader(found.weights)
+    if found.kind == "orbax":
+        from checkpoints.orbax_reader import OrbaxReader  # brings jax
+
+        return OrbaxReader(found.folder)
     return SafetensorsReader(found.folder, found.weights)
