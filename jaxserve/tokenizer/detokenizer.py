@@ -86,3 +86,9 @@ class IncrementalDetokenizer:
         if text:
             self._leading = LeadingSpace.KEEP
         return text
+
+
+def decode_all(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special: bool) -> str:
+    """The whole text of `ids` at once: the definition of every tokeniser's `decode`."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
+    return detokenizer.push(ids) + detokenizer.finish()

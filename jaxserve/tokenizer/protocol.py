@@ -88,3 +88,7 @@ class Tokenizer(Protocol):
     def id_of(self, text: str) -> int | None:
         """The id of the token whose displayed text is exactly `text`, special tokens included."""
         ...
+
+    def special_spans(self, text: str) -> list[tuple[int, int]]:
+        """Ranges [start, end) of `text` that `parse_special` would make special tokens."""
+        ...
