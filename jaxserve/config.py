@@ -27,7 +27,10 @@ class RopeConfig:
     theta: float
     rotary_dim: int
     scaling_type: str = "default"
-    scaling: dict[str, float | int | bool | list[float]] = dataclasses.field(default_factory=dict)
+    scaling: dict[str, float | int | bool | list[float]] = dataclasses.field(
+        default_factory=dict,
+        hash=False,  # a dict has no hash; equality compares it
+    )
     interleaved: bool = False
 
 
@@ -113,7 +116,9 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if value < low:
-                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least {low}")
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is {value}; it must be at least {low}"
+                )
         for name in ("max_model_len", "num_pages", "kv_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 2:

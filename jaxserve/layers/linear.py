@@ -1,0 +1,101 @@
+"""Matrix products and embeddings: the parameters' makers and the one function that multiplies.
+
+Weights are two-dimensional [out, in], as Hugging Face stores them, so that loading is a copy and
+no layout change costs a temporary. Every product of the model goes through `linear`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxserve.parallel.mesh import LogicalAxes
+
+#: Start values by name; the name is kept with the parameter so that it can be made again, sharded.
+INITIALIZERS: dict[str, nnx.Initializer] = {
+    "normal": jax.nn.initializers.normal(0.02),
+    "zeros": jax.nn.initializers.zeros,
+    "ones": jax.nn.initializers.ones,
+}
+
+
+def parameter(
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    logical_axes: LogicalAxes,
+    init: str = "normal",
+) -> nnx.Param[jax.Array]:
+    """A parameter that carries the logical names of its axes and the name of its start values."""
+    assert len(shape) == len(logical_axes)
+    value = INITIALIZERS[init](rngs.params(), shape, dtype)
+    return nnx.Param(value, logical_axes=logical_axes, init=init)
+
+
+def linear(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    out_dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """x [..., in] times weight [out, in] transposed, plus bias [out]: [..., out].
+
+    Sums are float32. float32 weights are multiplied in full float32 on every platform.
+    out_dtype None: x's dtype.
+    """
+    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    out = lax.dot_general(
+        x,
+        weight,
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)
+    return out.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+class Linear(nnx.Module):  # type: ignore[misc]
+    """weight [out, in] and, where asked for, bias [out]."""
+
+    def __init__(
+        self,
+        out_size: int,
+        in_size: int,
+        *,
+        out_axis: str,
+        in_axis: str,
+        use_bias: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.weight = parameter(rngs, (out_size, in_size), dtype, (out_axis, in_axis))
+        self.bias = parameter(rngs, (out_size,), dtype, (out_axis,), "zeros") if use_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., in] -> [..., out], in x's dtype."""
+        bias = None if self.bias is None else self.bias[...]
+        return linear(x, self.weight[...], bias)
+
+
+class Embedding(nnx.Module):  # type: ignore[misc]
+    """weight [V, D]: one row per token id; also the output head of tied models."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        self.weight = parameter(rngs, (vocab_size, hidden_size), dtype, ("vocab", "embed"))
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """token_ids [T] int32, each below V -> [T, D]."""
+        weight: jax.Array = self.weight[...]
+        return weight.at[token_ids].get(mode="clip")
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [R, D] -> float32 [R, V]."""
+        return linear(hidden, self.weight[...], out_dtype=jnp.float32)

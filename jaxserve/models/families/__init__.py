@@ -1,0 +1,1 @@
+"""What differs between families: how their configuration is read and their tensors are called."""

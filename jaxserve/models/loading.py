@@ -1,0 +1,192 @@
+"""From an open checkpoint to a decoder whose parameters lie where they are used (before step 1).
+
+The abstract decoder says which parameters there are, with shape, dtype and logical axes. Each is
+then read alone, shard by shard and in blocks of rows, straight into its final dtype: host memory
+holds the finished shards and little more. Random weights take the same road without a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from checkpoints.reader import CheckpointReader
+from checkpoints.validate import check_tensors
+from jaxserve.config import ModelConfig
+from jaxserve.layers.linear import INITIALIZERS
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.families.family import Family
+from jaxserve.models.registry import check_config, find_family, read_model_config
+from jaxserve.models.sources import Source
+from jaxserve.parallel.mesh import check_divisible, sharding
+
+#: How much of a tensor is read and converted at a time.
+BLOCK_BYTES = 32 * 2**20
+
+#: Tensors of a checkpoint that hold nothing the configuration does not say already.
+IGNORED_ENDINGS = ("rotary_emb.inv_freq", "rope_freqs.weight")
+
+MakeArray = Callable[[str, nnx.Param[jax.Array], jax.NamedSharding], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterInfo:
+    """One parameter of the abstract decoder."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    logical_axes: tuple[str | None, ...]
+
+
+def make_abstract_model(config: ModelConfig, dtype: DTypeLike) -> Decoder:
+    """A decoder whose parameters are shapes only; takes no memory."""
+    abstract: Decoder = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    return abstract
+
+
+def parameter_infos(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParameterInfo]:
+    """All parameters by path ("layers.3.attention.q.weight")."""
+    _, state = nnx.split(make_abstract_model(config, dtype))
+    return {
+        _join(path): ParameterInfo(
+            shape=tuple(param.get_value().shape),
+            dtype=np.dtype(param.get_value().dtype),
+            logical_axes=param.get_metadata()["logical_axes"],
+        )
+        for path, param in nnx.to_flat_state(state)
+    }
+
+
+def _join(path: tuple[str | int, ...]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _fill(config: ModelConfig, mesh: Mesh, dtype: DTypeLike, make: MakeArray) -> Decoder:
+    """The decoder with every parameter made by `make(path, abstract parameter, sharding)`."""
+    check_config(config)
+    check_divisible(config, mesh)
+    graph, state = nnx.split(make_abstract_model(config, dtype))
+    filled = []
+    for path, param in nnx.to_flat_state(state):
+        axes, shape = param.get_metadata()["logical_axes"], param.get_value().shape
+        array = make(_join(path), param, sharding(mesh, axes, shape))
+        filled.append((path, param.replace(array)))
+    decoder: Decoder = nnx.merge(graph, nnx.from_flat_state(filled))
+    return decoder
+
+
+def load_model(
+    reader: CheckpointReader, mesh: Mesh, *, dtype: DTypeLike
+) -> tuple[ModelConfig, Decoder]:
+    """The model of an open checkpoint, on the mesh, with weights and activations in `dtype`.
+
+    Raises UnsupportedModelError for an unknown architecture, CheckpointFormatError for tensors
+    that are missing, too many or wrongly shaped (all at once), UsageError where the model cannot
+    be split over the mesh.
+    """
+    config = read_model_config(reader)
+    family = find_family(reader)
+    infos = parameter_infos(config, dtype)
+    sources = {path: find_source(config, family, path, info) for path, info in infos.items()}
+    check_sources(reader, config, sources)
+
+    def make(path: str, param: nnx.Param[jax.Array], place: jax.NamedSharding) -> jax.Array:
+        del param
+        return load_parameter(reader, sources[path], infos[path], place)
+
+    return config, _fill(config, mesh, dtype, make)
+
+
+def find_source(config: ModelConfig, family: Family, path: str, info: ParameterInfo) -> Source:
+    """Where a parameter's values stand in this family's files."""
+    return family.adapt(config, path, Source(name=family.names.name(path), shape=info.shape))
+
+
+def check_sources(
+    reader: CheckpointReader, config: ModelConfig, sources: dict[str, Source]
+) -> None:
+    """Raises CheckpointFormatError that lists all tensors which contradict the configuration."""
+    expected = {source.name: source.shape for source in sources.values()}
+
+    def ignore(name: str) -> bool:
+        # Some tied checkpoints store the shared matrix twice.
+        tied_head = config.tie_embeddings and name == "lm_head.weight"
+        return tied_head or name.endswith(IGNORED_ENDINGS)
+
+    check_tensors(expected, reader, ignore=ignore)
+
+
+def load_parameter(
+    reader: CheckpointReader, source: Source, info: ParameterInfo, place: jax.NamedSharding
+) -> jax.Array:
+    """One parameter, read shard by shard; devices that hold the same shard share one reading."""
+
+    @functools.cache
+    def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        return read_shard(reader, source, bounds, info.dtype)
+
+    def callback(index: tuple[slice, ...] | None) -> np.ndarray:
+        slices = index or ()
+        return read(
+            tuple(part.indices(size)[:2] for part, size in zip(slices, info.shape, strict=True))
+        )
+
+    return jax.make_array_from_callback(info.shape, place, callback)
+
+
+def read_shard(
+    reader: CheckpointReader, source: Source, bounds: tuple[tuple[int, int], ...], dtype: np.dtype
+) -> np.ndarray:
+    """The part of a parameter within `bounds` (start and end per axis), in its final dtype."""
+    (start, stop), columns = bounds[0], tuple(slice(*bound) for bound in bounds[1:])
+    out = np.empty(tuple(end - begin for begin, end in bounds), dtype)
+    row_bytes = 4 * int(np.prod(source.shape[1:], dtype=np.int64))
+    unit = source.interleaved_head or 1
+    assert start % unit == 0, (source, bounds)
+    assert stop % unit == 0, (source, bounds)
+    step = max(1, BLOCK_BYTES // (row_bytes * unit)) * unit
+    for row in range(start, stop, step):
+        end = min(row + step, stop)
+        rows = slice(source.first_row + row, source.first_row + end)
+        block = reader.read(source.name, (rows, *columns))
+        if source.interleaved_head is not None:
+            block = separate_pairs(block, source.interleaved_head)
+        if source.add:
+            block = block.astype(np.float32) + np.float32(source.add)
+        out[row - start : end - start] = block.astype(dtype, copy=False)
+    return out
+
+
+def separate_pairs(rows: np.ndarray, head_size: int) -> np.ndarray:
+    """Rows of whole heads [heads * H, ...], from pair order (0, H/2, 1, ...) to halves."""
+    pairs = rows.reshape(-1, head_size // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def make_random_model(config: ModelConfig, mesh: Mesh, *, dtype: DTypeLike, seed: int) -> Decoder:
+    """A decoder of this shape with random weights, the same on every mesh.
+
+    For compile-only runs and measurements: each parameter is made on the devices that hold it.
+    """
+    key = jax.random.key(seed)
+    programs: dict[object, Callable[[jax.Array], jax.Array]] = {}
+    numbers = {path: number for number, path in enumerate(parameter_infos(config, dtype))}
+
+    def make(path: str, param: nnx.Param[jax.Array], place: jax.NamedSharding) -> jax.Array:
+        init = param.get_metadata()["init"]
+        shape, kind = param.get_value().shape, jnp.dtype(param.get_value().dtype)
+        signature = (init, shape, kind, place)
+        if signature not in programs:
+            start = functools.partial(INITIALIZERS[init], shape=shape, dtype=kind)
+            programs[signature] = jax.jit(start, out_shardings=place)
+        return programs[signature](jax.random.fold_in(key, numbers[path]))
+
+    return _fill(config, mesh, dtype, make)
