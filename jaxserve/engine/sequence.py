@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import secrets
 import time
 
 from jaxserve.kv import hashing
@@ -38,6 +39,7 @@ class Sequence:
     request: GenerationRequest
     max_tokens: int
     order: int
+    seed: int
     tokens: list[int]
     times: SequenceTimes
     status: SequenceStatus = SequenceStatus.WAITING
@@ -54,7 +56,10 @@ class Sequence:
 
     @classmethod
     def from_request(cls, request: GenerationRequest, *, max_tokens: int, order: int) -> Sequence:
+        """An unseeded request gets a seed here, so that a preempted one goes on with the same."""
+        seed = request.sampling.seed
         return cls(
+            seed=secrets.randbits(63) if seed is None else seed,
             request=request,
             max_tokens=max_tokens,
             order=order,

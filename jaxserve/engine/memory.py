@@ -1,0 +1,110 @@
+"""How many pages the KV pool gets (before step 1).
+
+    memory = weights + temporaries of the largest step + sampling state + pages + a margin
+
+Accelerators tell their memory, and the largest step's temporaries come from the compiler
+(`memory_analysis`). A CPU shares its memory with everybody else: there the pool gets a fixed
+budget, less if little is free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+
+import jax
+
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.errors import ResourceError
+
+#: On a CPU: the pool's budget, and the largest share of the free memory that it may take.
+CPU_POOL_BYTES = 2 * 2**30
+CPU_FREE_SHARE = 0.4
+#: On an accelerator: the share of the memory that is left alone (fragmentation, other programs).
+ACCELERATOR_MARGIN = 0.05
+#: Page counts are rounded down to this, so that a second start finds the same programs in the cache.
+_ROUND_PAGES = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Where the memory of one device goes, in bytes."""
+
+    weights: int
+    temporaries: int
+    page: int
+    num_pages: int
+    limited_by: str
+
+    @property
+    def pool(self) -> int:
+        return self.page * self.num_pages
+
+
+def page_bytes(config: ModelConfig, page_size: int, itemsize: int, tensor_parallel: int) -> int:
+    """Bytes of one page of all layers, keys and values, on one device."""
+    heads = config.num_kv_heads // tensor_parallel
+    return 2 * config.num_layers * heads * page_size * config.head_size * itemsize
+
+
+def plan_pages(
+    config: EngineConfig,
+    *,
+    page: int,
+    weights: int,
+    temporaries: int,
+    pages_per_sequence: int,
+    free: int,
+    on_cpu: bool,
+) -> MemoryPlan:
+    """The number of pages, the trash page included.
+
+    free: bytes of one device that are not taken yet, the weights being loaded already.
+    Raises ResourceError when not even one sequence of one page fits.
+    """
+    enough = config.max_num_seqs * pages_per_sequence + 1
+    if config.num_pages is not None:
+        wanted, reason = config.num_pages, "--num-pages"
+    elif config.kv_memory_bytes is not None:
+        wanted, reason = config.kv_memory_bytes // page, "--kv-memory"
+    else:
+        if on_cpu:
+            room, reason = min(CPU_POOL_BYTES, int(free * CPU_FREE_SHARE)), "the CPU's budget"
+        else:
+            room, reason = int(free * (1 - ACCELERATOR_MARGIN)) - temporaries, "device memory"
+        wanted = room // page
+        if wanted > _ROUND_PAGES:
+            wanted -= wanted % _ROUND_PAGES
+    if wanted > enough and config.num_pages is None:
+        wanted, reason = enough, "all slots at full length"
+    if wanted < 2:
+        raise ResourceError(
+            f"no room for the KV pool: a page takes {page:,} bytes and {free:,} bytes are free; "
+            "choose a smaller model, --page-size or --max-num-batched-tokens"
+        )
+    return MemoryPlan(
+        weights=weights,
+        temporaries=temporaries,
+        page=page,
+        num_pages=wanted,
+        limited_by=reason,
+    )
+
+
+def free_bytes(device: jax.Device) -> int:
+    """Bytes of a device that nothing has taken."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    return host_free_bytes()
+
+
+def host_free_bytes() -> int:
+    """Bytes of main memory that programs can still get."""
+    meminfo = pathlib.Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

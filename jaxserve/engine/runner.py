@@ -1,0 +1,195 @@
+"""Runs steps on the device (steps 6 and 7). Knows arrays and slots, no policy.
+
+`dispatch` fills one packed array from a plan and hands it to the bucket's program; `read` is the
+only place in which the host waits for the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+
+from jaxserve.engine.buckets import Bucket, choose_bucket
+from jaxserve.engine.engine import SampledRow
+from jaxserve.engine.programs import StepShape, Weights, step_layout
+from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.step_plan import ScheduledRow, StepPlan
+from jaxserve.request import GenerationRequest, TokenLogprobs
+from jaxserve.sampling.arrays import RowEntry, RowTemplate, row_arrays, row_template
+from jaxserve.sampling.limits import SamplingLimits, check_limits
+from jaxserve.sampling.sampler import SampleResult
+from jaxserve.sampling.state import SamplingState, needs_reset, slot_reset
+from pallas_kernels.paged_attention.reference import KVPages
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepHandle:
+    """A step that was dispatched: its plan and the arrays that will hold its tokens."""
+
+    plan: StepPlan
+    result: SampleResult
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """Everything compiled: a step per bucket, and the reset of one slot of the sampling state."""
+
+    steps: Mapping[Bucket, jax.stages.Compiled]
+    reset_slot: jax.stages.Compiled
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerShape:
+    """Fixed sizes of one engine."""
+
+    vocab_size: int
+    max_num_seqs: int
+    page_size: int
+    pages_per_sequence: int
+    eos_ids: frozenset[int]
+    limits: SamplingLimits
+
+
+class DeviceRunner:
+    """Holds the weights and the device's mutable state; see `jaxserve.engine.engine.StepRunner`."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        programs: Programs,
+        shape: RunnerShape,
+        make_device_state: Callable[[], tuple[KVPages, SamplingState]],
+    ) -> None:
+        self.vocab_size = shape.vocab_size
+        self._weights = weights
+        self._programs = programs
+        self._shape = shape
+        self._buckets = tuple(programs.steps)
+        self._layouts = {
+            bucket: step_layout(
+                StepShape(bucket=bucket, pages_per_sequence=shape.pages_per_sequence)
+            )
+            for bucket in self._buckets
+        }
+        self._templates: dict[int, RowTemplate] = {}
+        self._make_device_state = make_device_state
+        self._pages, self._sampling = make_device_state()
+
+    def check_request(self, request: GenerationRequest) -> None:
+        """Raises RequestError where the request exceeds the sampler's arrays."""
+        check_limits(request.sampling, self._shape.limits)
+
+    def bucket_tokens(self, plan: StepPlan) -> int:
+        """T of the bucket that the plan is padded to."""
+        return self._bucket(plan).tokens
+
+    def reset(self) -> None:
+        """New pages and sampling state, all empty."""
+        self._pages, self._sampling = self._make_device_state()
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        """Starts the step; does not wait for it."""
+        for sequence in plan.admitted:
+            self._take_slot(sequence)
+        bucket = self._bucket(plan)
+        packed = self._pack(bucket, plan.rows)
+        self._pages, self._sampling, result = self._programs.steps[bucket](
+            self._weights, self._pages, self._sampling, packed
+        )
+        return StepHandle(plan=plan, result=result)
+
+    def read(self, handle: StepHandle) -> list[SampledRow]:
+        """Waits for a step and returns one entry per row of its plan."""
+        rows, result = handle.plan.rows, handle.result
+        tokens, ok = np.asarray(result.tokens).tolist(), np.asarray(result.ok).tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        if any(row.sequence.request.sampling.logprobs is not None for row in rows):
+            logprobs = self._read_logprobs(rows, result, tokens)
+        return [
+            SampledRow(token=tokens[index], ok=ok[index], logprobs=logprobs[index])
+            for index in range(len(rows))
+        ]
+
+    def warm_up(self) -> None:
+        """Runs the smallest program once on padding only, so that the first request finds it warm."""
+        self.read(self.dispatch(StepPlan()))
+
+    def _bucket(self, plan: StepPlan) -> Bucket:
+        return choose_bucket(self._buckets, plan.num_tokens, len(plan.rows))
+
+    def _take_slot(self, sequence: Sequence) -> None:
+        request = sequence.request
+        params = request.sampling
+        self._templates[sequence.slot] = row_template(params, sequence.seed)
+        if not needs_reset(params):
+            return
+        ends = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= self._shape.eos_ids
+        reset = slot_reset(
+            sequence.slot,
+            params,
+            prompt_ids=request.prompt_ids,
+            output_ids=sequence.tokens[sequence.num_prompt_tokens :],
+            stop_ids=sorted(ends),
+            vocab_size=self.vocab_size,
+            limits=self._shape.limits,
+        )
+        self._sampling = self._programs.reset_slot(self._sampling, reset)
+
+    def _pack(self, bucket: Bucket, rows: list[ScheduledRow]) -> np.ndarray:
+        packed, views = self._layouts[bucket].make_buffer()
+        entries, end = [], 0
+        cu_q_lens, tables = views["cu_q_lens"], views["block_tables"]
+        for index, row in enumerate(rows):
+            sequence = row.sequence
+            stop = row.start + row.count
+            if row.feeds_back:
+                views["token_ids"][end : end + row.count - 1] = sequence.tokens[
+                    row.start : stop - 1
+                ]
+                views["token_ids"][end + row.count - 1] = -1 - sequence.slot
+            else:
+                views["token_ids"][end : end + row.count] = sequence.tokens[row.start : stop]
+            end += row.count
+            cu_q_lens[index + 1] = end
+            views["kv_lens"][index] = stop
+            views["last_rows"][index] = end - 1
+            tables[index, : len(sequence.pages)] = sequence.pages
+            entries.append(
+                RowEntry(
+                    template=self._templates[sequence.slot],
+                    slot=sequence.slot,
+                    position=stop,
+                    num_generated=stop - sequence.num_prompt_tokens,
+                    valid=row.samples,
+                )
+            )
+        cu_q_lens[len(rows) + 1 :] = end
+        sampling = row_arrays(entries, bucket.rows, self._shape.max_num_seqs)
+        views["sample_ints"][:], views["sample_floats"][:] = sampling.ints, sampling.floats
+        return packed
+
+    def _read_logprobs(
+        self, rows: list[ScheduledRow], result: SampleResult, tokens: list[int]
+    ) -> list[TokenLogprobs | None]:
+        chosen = np.asarray(result.logprob)
+        top_ids, top_logprobs = np.asarray(result.top_ids), np.asarray(result.top_logprobs)
+        out: list[TokenLogprobs | None] = []
+        for index, row in enumerate(rows):
+            wanted = row.sequence.request.sampling.logprobs
+            if wanted is None:
+                out.append(None)
+                continue
+            out.append(
+                TokenLogprobs(
+                    token_id=tokens[index],
+                    logprob=float(chosen[index]),
+                    top_ids=top_ids[index, :wanted].tolist(),
+                    top_logprobs=top_logprobs[index, :wanted].tolist(),
+                )
+            )
+        return out
