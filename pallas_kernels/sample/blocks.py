@@ -1,0 +1,52 @@
+"""The best blocks of a vocabulary: a small part that holds the largest values (step 7).
+
+The n largest values of a row lie in the n blocks with the largest maxima, so most questions about
+the top of a row are answered by a few thousand values instead of the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+BLOCK = 64
+
+
+class TopBlocks(NamedTuple):
+    """The best `count` blocks of each row; what is not in them is at most `rest`.
+
+    ids: [R, count] int32, ascending; values: [R, count * BLOCK]; rest: [R].
+    """
+
+    ids: jax.Array
+    values: jax.Array
+    rest: jax.Array
+
+    def token_ids(self, places: jax.Array) -> jax.Array:
+        """Ids in the vocabulary of places [R, n] in `values`."""
+        return jnp.take_along_axis(self.ids, places // BLOCK, axis=1) * BLOCK + places % BLOCK
+
+
+def top_k(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """`lax.top_k`, kept apart: XLA falls back to a full sort where a slice of it is fused in."""
+    barrier: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]] = lax.optimization_barrier
+    largest, ids = barrier(tuple(lax.top_k(values, count)))
+    return largest, ids
+
+
+def pad_to_blocks(values: jax.Array, fill: float | int) -> jax.Array:
+    """values [R, V] with V rounded up to whole blocks."""
+    return jnp.pad(values, ((0, 0), (0, -values.shape[1] % BLOCK)), constant_values=fill)
+
+
+def top_blocks(values: jax.Array, count: int) -> TopBlocks:
+    """The count best blocks of values [R, V] float32; V is a multiple of BLOCK * (more than count)."""
+    blocks = values.reshape(values.shape[0], -1, BLOCK)
+    maxima, ids = top_k(blocks.max(2), count + 1)
+    ids = jnp.sort(ids[:, :count], axis=1)
+    chosen = jnp.take_along_axis(blocks, ids[:, :, None], axis=1)
+    return TopBlocks(ids, chosen.reshape(values.shape[0], -1), maxima[:, count])
