@@ -22,20 +22,22 @@ _IDLE_SECONDS = 0.5
 class EngineLoop:
     """Serves the workers of one link until `stop` is set."""
 
-    def __init__(self, engine: Engine, link: EngineLink, info: messages.EngineInfo) -> None:
+    def __init__(
+        self, engine: Engine, link: EngineLink, info: messages.EngineInfo, stop: threading.Event
+    ) -> None:
         self._engine = engine
         self._link = link
         self._info = info
         self._owner: dict[str, tuple[bytes, int]] = {}
         self._of_worker: dict[bytes, set[str]] = {}
-        self.stop = threading.Event()
+        self._stop = stop
 
     def run(self) -> None:
         """Returns when stopped; raises EngineError when the engine can no longer run."""
         status = self._link.status
         status.last_turn = time.monotonic()
         status.info = self._info
-        while not self.stop.is_set():
+        while not self._stop.is_set():
             self._take_messages()
             if self._engine.has_work:
                 self._deliver(self._engine.step())
