@@ -23,7 +23,6 @@ from zmq.utils.monitor import parse_monitor_message
 from jaxserve.errors import (
     EngineError,
     EngineGoneError,
-    PromptTooLongError,
     RefusedError,
     RequestError,
 )
@@ -74,6 +73,8 @@ class Submission:
                 missing.discard(index)
                 if output.refused is not None:
                     raise refusal(output)
+                if output.error is not None:
+                    raise failure(output)
                 if output.token_ids or output.finish_reason is not None:
                     self._early.append((index, output))
 
@@ -147,8 +148,8 @@ class Submission:
 def refusal(output: Output) -> RefusedError | RequestError:
     """The error for a request that the engine did not take."""
     text = output.error or f"the engine refused the request: {output.refused}"
-    if 400 <= output.status < 429:
-        return PromptTooLongError(text, param=None, code="context_length_exceeded")
+    if 400 <= output.status < RefusedError.status:
+        return RequestError(text, code=output.refused or None)
     error = RefusedError(text, reason=output.refused or "refused")
     error.status = output.status or RefusedError.status
     return error

@@ -1,0 +1,79 @@
+"""The Flask application: every route with the parts it is given. Starts and connects nothing."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+
+import flask
+
+from jaxserve.client import EngineClient
+from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.context.chat_template import ChatTemplate
+from jaxserve.tokenizer.protocol import Tokenizer
+from server import errors
+from server.drain import EXTENSION, Drain
+from server.health import health_blueprint
+from server.metrics import metrics_blueprint
+from server.openai.chat import chat_blueprint
+from server.openai.completions import completions_blueprint
+from server.openai.models import models_blueprint
+from server.openai.tokenize import tokenize_blueprint
+from server.prompts import Prompts
+from server.services import Services
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    engine: EngineConfig,
+    server: ServerConfig,
+) -> flask.Flask:
+    """The application of one worker.
+
+    chat_template: None for a model that cannot chat. engine: lends the model's name until the
+    engine itself has told it.
+    """
+    drain = Drain(client, server.drain_seconds)
+    services = Services(
+        engines=(client,),
+        tokenizer=tokenizer,
+        prompts=Prompts(tokenizer, chat_template, max_bytes=server.max_prompt_bytes),
+        config=server,
+        model_name=engine.served_name or engine.model,
+        started=int(time.time()),
+        drain=drain,
+    )
+    app = flask.Flask("jaxserve", static_folder=None)
+    app.extensions[EXTENSION] = drain
+    app.json.sort_keys = False  # type: ignore[attr-defined]
+    app.url_map.merge_slashes = False
+    errors.install(app)
+    app.before_request(_begin)
+    app.after_request(_send_request_id)
+    for blueprint in (
+        chat_blueprint(services),
+        completions_blueprint(services),
+        models_blueprint(services),
+        tokenize_blueprint(services),
+        health_blueprint(services),
+        metrics_blueprint(services),
+    ):
+        app.register_blueprint(blueprint)
+    return app
+
+
+def _begin() -> None:
+    """Notes when the request came and what it is called: the client's id if it is a sane one."""
+    flask.g.arrival = time.monotonic()
+    given = flask.request.headers.get("X-Request-Id", "")
+    flask.g.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _send_request_id(response: flask.Response) -> flask.Response:
+    response.headers["X-Request-Id"] = flask.g.request_id
+    return response

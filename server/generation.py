@@ -1,0 +1,90 @@
+"""One HTTP request's answers at work, whichever route asked for them (steps 3 to 9).
+
+Whatever happens to the request, `close` runs and leaves nothing at work in the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Self
+
+import flask
+
+from jaxserve.client import HungUpError
+from jaxserve.errors import EngineError
+from jaxserve.request import RequestOutput
+from jaxserve.routing.requests import Ask, make_generation_requests
+from server import sse
+from server.answers import AnswerReader, join, read_answers
+from server.disconnect import ConnectionWatch
+from server.errors import error_body
+from server.services import Services
+
+logger = logging.getLogger("jaxserve.server")
+
+
+class Generation:
+    """Submits `ask` and waits until the engine took it, so that a refusal still has its status.
+
+    Raises RequestError, RefusedError, EngineError, or HungUpError.
+    """
+
+    def __init__(self, services: Services, ask: Ask) -> None:
+        client, info = services.engine()
+        requests = make_generation_requests(ask, info)
+        self.readers = [AnswerReader(services.tokenizer, request) for request in requests]
+        self.n = ask.n
+        self._submission = client.submit(requests)
+        self._watch = ConnectionWatch(flask.request.environ, self._submission.hang_up)
+        try:
+            self._submission.accept()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def pieces(self) -> Iterator[tuple[int, RequestOutput]]:
+        """Pieces of all answers with their numbers, as they come."""
+        return read_answers(self._submission, self.readers)
+
+    def whole(self) -> list[RequestOutput]:
+        """All answers, complete; nothing stays at work."""
+        with self:
+            answers: dict[int, RequestOutput] = {}
+            for index, piece in self.pieces():
+                answers[index] = join(answers[index], piece) if index in answers else piece
+        return [answers[index] for index in range(len(self.readers))]
+
+    def stream(self, events: Iterator[bytes]) -> flask.Response:
+        """The response that sends `events`, which are made from `pieces`, and then [DONE].
+
+        An engine that fails meanwhile ends it with an error event and without [DONE].
+        """
+        self._watch.limit_slow_reader()
+        response = sse.event_stream(self._guard(events))
+        response.call_on_close(self.close)
+        return response
+
+    def _guard(self, events: Iterator[bytes]) -> Iterator[bytes]:
+        try:
+            yield from events
+            yield sse.DONE
+        except HungUpError:
+            return
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                logger.exception("a stream failed")
+            yield sse.event(error_body(error))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Aborts what is still at work. May be called again."""
+        self._watch.stop()
+        self._submission.close()

@@ -1,0 +1,28 @@
+"""GET /metrics: the engine's own metrics in Prometheus' text format, and whether it is there."""
+
+from __future__ import annotations
+
+import flask
+
+from jaxserve.errors import EngineGoneError
+from server.services import Services
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_UP = "jaxserve:engine_up"
+
+
+def metrics_blueprint(services: Services) -> flask.Blueprint:
+    """The metrics route; valid also while the engine is gone."""
+    blueprint = flask.Blueprint("metrics", __name__)
+
+    @blueprint.get("/metrics")
+    def metrics() -> flask.Response:
+        text, up = "", 1
+        try:
+            text = services.engines[0].metrics()
+        except EngineGoneError:
+            up = 0
+        text += f"# HELP {_UP} Whether the engine answers\n# TYPE {_UP} gauge\n{_UP} {up}\n"
+        return flask.Response(text, content_type=CONTENT_TYPE)
+
+    return blueprint

@@ -1,0 +1,83 @@
+"""From the bytes of a body to its checked struct; every complaint names the field (step 1)."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from jaxserve.errors import RequestError
+from server.openai.schema import Body
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+#: Fields of whole numbers; clients of other languages may send 12.0.
+_WHOLE = frozenset(
+    {"max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "seed", "top_k"}
+    | {"logprobs", "top_logprobs", "stop_token_ids", "allowed_token_ids", "prompt", "tokens"}
+    | {"truncate_prompt_tokens", "priority"}
+)
+_AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$", re.S)
+_UNKNOWN = re.compile(r"unknown field `(.*)`", re.S)
+_MISSING = re.compile(r"missing required field `(.*)`", re.S)
+_MAX_NAME = 64
+
+
+def decode_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
+    """The body as a `kind`. Raises RequestError."""
+    try:
+        raw = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", code="invalid_json") from None
+    if not isinstance(raw, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    _refuse_unknown(raw, kind)
+    for name in _WHOLE & raw.keys():
+        raw[name] = _whole(raw[name])
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+
+
+def _refuse_unknown(raw: dict[str, Any], kind: type[Body]) -> None:
+    known = kind.__struct_fields__
+    unknown = [name for name in raw if name not in known]
+    if not unknown:
+        return
+    shown = [repr(name[:_MAX_NAME]) for name in unknown[:8]]
+    close = difflib.get_close_matches(unknown[0][:_MAX_NAME], known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise RequestError(
+        f"unknown parameter{'s' if len(unknown) > 1 else ''} {', '.join(shown)}{hint}",
+        param=unknown[0][:_MAX_NAME],
+        code="unknown_parameter",
+    )
+
+
+def _whole(value: Any) -> Any:
+    """12.0 becomes 12, also inside lists; everything else stays for the type check."""
+    if type(value) is float and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if type(value) is list:
+        return [_whole(item) for item in value]
+    return value
+
+
+def _explain(text: str) -> RequestError:
+    """`Expected int >= 1 - at `$.max_tokens`` names the field max_tokens."""
+    where, code = "", "invalid_type"
+    at = _AT.search(text)
+    if at is not None:
+        where, text = at[1], text[: at.start()]
+    for pattern, kind in ((_UNKNOWN, "unknown_parameter"), (_MISSING, "missing_parameter")):
+        found = pattern.search(text)
+        if found is not None:
+            where, code = ".".join(filter(None, (where, found[1][:_MAX_NAME]))), kind
+    param = where if code == "unknown_parameter" else re.split(r"[.\[]", where)[0]
+    text = text[:1].lower() + text[1:]
+    return RequestError(f"{where}: {text}" if where else text, param=param or None, code=code)

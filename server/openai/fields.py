@@ -1,0 +1,68 @@
+"""Documented fields that this server does not honour: refused by name unless they ask for nothing.
+
+A field whose documented effect is on somebody else's bill or storage (user, metadata, ...) is
+accepted; everything that would change the answer is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.errors import RequestError
+from server.openai.schema import ChatBody, CompletionBody, GenerationBody
+
+_TEXT_FORMAT: dict[str, str] = {"type": "text"}
+
+#: field -> (values besides null that ask for nothing, what to do instead)
+_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "only text is supported"),
+    "function_call": (("none", "auto"), "function calling is not supported"),
+    "functions": (([],), "function calling is not supported"),
+    "modalities": ((["text"],), "only text is supported"),
+    "prediction": ((), "predicted outputs are not supported"),
+    "prompt_cache_retention": (("in_memory", "in-memory"), "prompts are cached in memory only"),
+    "reasoning_effort": (("none",), "reasoning effort cannot be chosen"),
+    "response_format": ((_TEXT_FORMAT,), "only plain text answers are supported"),
+    "service_tier": (("auto", "default"), "there is one service tier"),
+    "store": ((False,), "answers are not stored"),
+    "tool_choice": (("none", "auto"), "tools are not supported"),
+    "tools": (([],), "tools are not supported"),
+    "verbosity": (("medium",), "verbosity cannot be chosen"),
+    "web_search_options": ((), "web search is not supported"),
+}
+_COMPLETION: dict[str, tuple[tuple[Any, ...], str]] = {
+    "response_format": ((_TEXT_FORMAT,), "only plain text answers are supported"),
+    "suffix": (("",), "inserting text before a suffix is not supported"),
+}
+_BOTH: dict[str, tuple[tuple[Any, ...], str]] = {
+    "prompt_logprobs": ((), "log-probabilities of the prompt are not supported"),
+}
+
+
+def refuse_unsupported(body: GenerationBody) -> None:
+    """Raises RequestError for the first field that asks for something we do not have."""
+    table = {**_BOTH, **(_CHAT if isinstance(body, ChatBody) else _COMPLETION)}
+    for name, (empty, reason) in table.items():
+        value = getattr(body, name)
+        if value is None or any(type(value) is type(no) and value == no for no in empty):
+            continue
+        raise RequestError(
+            f"{name} is not supported by this server: {reason}; leave it out",
+            param=name,
+            code="unsupported_parameter",
+        )
+    if isinstance(body, CompletionBody):
+        _check_best_of(body)
+    if body.stream_options is not None and not body.stream:
+        raise RequestError(
+            "stream_options may be given only with stream: true", param="stream_options"
+        )
+
+
+def _check_best_of(body: CompletionBody) -> None:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError(
+            f"best_of {body.best_of} is not supported: it must equal n, which is {body.n or 1}",
+            param="best_of",
+            code="unsupported_parameter",
+        )

@@ -1,0 +1,114 @@
+"""Prompts for the routes (steps 1 and 2): bounded in size, and never in the way of open streams.
+
+A long prompt is rendered and tokenised in a thread, where the tokeniser lets go of the
+interpreter's lock; short ones are not worth the detour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from gevent.threadpool import ThreadPool
+
+from jaxserve.context.assemble import assemble_chat, assemble_completion
+from jaxserve.context.chat_template import ChatTemplate
+from jaxserve.errors import PromptTooLongError, RequestError
+from jaxserve.routing.limits import TOO_LONG
+from jaxserve.tokenizer.protocol import Tokenizer
+
+#: Bytes of text up to which a prompt is tokenised at once, in well under a millisecond.
+INLINE_BYTES = 8192
+_THREADS = 2
+
+Result = TypeVar("Result")
+
+
+class Prompts:
+    """Makes prompt ids. max_bytes: longest text of one request, in UTF-8 bytes."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, max_bytes: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._max_bytes = max_bytes
+        self._threads = ThreadPool(_THREADS)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any],
+        keep_last: int | None = None,
+    ) -> list[int]:
+        """The prompt of a chat; without a word about it, it ends where the assistant begins.
+
+        keep_last: how many tokens to keep from the end. Raises RequestError.
+        """
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        size = sum(_size(message.get("content")) for message in messages)
+
+        def assemble() -> list[int]:
+            return assemble_chat(
+                self._tokenizer,
+                self._template,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_arguments=template_kwargs,
+            )
+
+        return _keep(self._run(assemble, size, "messages"), keep_last)
+
+    def texts(
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        add_bos: bool | None = None,
+        keep_last: int | None = None,
+    ) -> list[list[int]]:
+        """Prompts that are whole as they are: texts or token ids. Raises RequestError."""
+        size = sum(_size(prompt) for prompt in prompts if isinstance(prompt, str))
+
+        def assemble() -> list[list[int]]:
+            return [
+                assemble_completion(self._tokenizer, prompt, add_bos=add_bos) for prompt in prompts
+            ]
+
+        return [_keep(ids, keep_last) for ids in self._run(assemble, size, "prompt")]
+
+    def _run(self, assemble: Callable[[], Result], size: int, param: str) -> Result:
+        if size > self._max_bytes:
+            raise PromptTooLongError(
+                f"the prompt's text has {size} bytes; this server takes at most {self._max_bytes}",
+                param=param,
+                code=TOO_LONG,
+            )
+        if size <= INLINE_BYTES:
+            return assemble()
+        result: Result = self._threads.apply(assemble)
+        return result
+
+
+def _size(content: Any) -> int:
+    """UTF-8 bytes of a message's content."""
+    if isinstance(content, str):
+        return len(content.encode("utf-8", "surrogatepass"))
+    if isinstance(content, list):
+        return sum(_size(part.get("text")) for part in content)
+    return 0
+
+
+def _keep(ids: list[int], keep_last: int | None) -> list[int]:
+    if keep_last is None:
+        return ids
+    if keep_last < 1:
+        raise RequestError(
+            f"truncate_prompt_tokens is {keep_last}; it must be at least 1",
+            param="truncate_prompt_tokens",
+        )
+    return ids[-keep_last:]
