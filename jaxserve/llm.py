@@ -1,10 +1,10 @@
 """Offline use: a model in this process, from text to text (enters the walk at step 1, leaves after 8).
 
-    from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, SamplingParams
 
-    llm = LLM("smollm2-135m-instruct")
-    for answer in llm.generate(["The sea is", "A cat"], SamplingParams(max_tokens=20)):
-        print(answer.text)
+llm = LLM("smollm2-135m-instruct")
+for answer in llm.generate(["The sea is", "A cat"], SamplingParams(max_tokens=20)):
+    print(answer.text)
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import pytest
+import pytest  # noqa: E402 - after the environment is set
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 

@@ -33,7 +33,7 @@ class CompilationLog:
     def mark_ready(self) -> None:
         self._ready = True
 
-    def _on_duration(self, event: str, seconds: float, **_: Any) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
                 self.total += 1

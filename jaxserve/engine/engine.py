@@ -127,7 +127,9 @@ class Engine:
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> TokenOutput | None:
+    def abort(
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT
+    ) -> TokenOutput | None:
         """Ends a request now, wherever it is. None when it is not (or no longer) ours."""
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._finish(sequence, reason)
@@ -139,9 +141,7 @@ class Engine:
         try:
             if plan.rows:
                 handle = self._runner.dispatch(plan)
-                self._in_flight = _InFlight(
-                    plan=plan, handle=handle, dispatched=time.monotonic()
-                )
+                self._in_flight = _InFlight(plan=plan, handle=handle, dispatched=time.monotonic())
             self._count(plan)
             outputs = self._collect(previous) if previous is not None else []
             if not self._asynchronous and self._in_flight is not None:

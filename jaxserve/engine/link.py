@@ -90,8 +90,8 @@ class EngineLink:
         poller.register(self._in, zmq.POLLIN)
         next_beat = 0.0
         while True:
-            wait = max(0.0, next_beat - time.monotonic())
-            events = dict(poller.poll(wait * 1000))
+            wait = max(0, int(1000 * (next_beat - time.monotonic())) + 1)
+            events = dict(poller.poll(wait))
             if self._in in events and not self._forward():
                 return
             if self._router in events:

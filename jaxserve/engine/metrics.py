@@ -32,7 +32,9 @@ class EngineMetrics:
         self.running = gauge("vllm:num_requests_running", "Requests in the running batch")
         self.waiting = gauge("vllm:num_requests_waiting", "Requests waiting for a slot or pages")
         self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1")
-        self.cached_pages = gauge("jaxserve:prefix_cache_pages", "Pages that the prefix cache knows")
+        self.cached_pages = gauge(
+            "jaxserve:prefix_cache_pages", "Pages that the prefix cache knows"
+        )
         self.compiled_after_ready = gauge(
             "jaxserve:compilations_after_ready", "Programs compiled after ready; must be 0"
         )

@@ -17,9 +17,10 @@ import types
 import msgspec
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import EngineReport, make_engine
+from jaxserve.engine.build import make_engine
 from jaxserve.engine.link import EngineLink
 from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.report import EngineReport
 from jaxserve.errors import USER_ERRORS, EngineError
 from jaxserve.messages import EngineInfo
 from jaxserve.request import MAX_LOGPROBS

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxserve.config import ModelConfig
 from jaxserve.engine.buckets import Bucket
@@ -89,7 +90,9 @@ def make_step(
         logits = decoder.logits(hidden[inputs["last_rows"]])
         with jax.named_scope("sample"):
             rows = SampleRows(inputs["sample_ints"], inputs["sample_floats"])
-            logits = jax.lax.with_sharding_constraint(logits, sharding(mesh, (None, None)))
+            logits = jax.lax.with_sharding_constraint(  # type: ignore[no-untyped-call]
+                logits, sharding(mesh, (None, None))
+            )
             result, sampling = sample_step(logits, sampling, rows)
         return attend.pages, sampling, result
 
@@ -106,17 +109,23 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Lowers and compiles a bucket's step from shapes and shardings; touches no data."""
     replicated = sharding(mesh, ())
-    packed = jax.ShapeDtypeStruct((step_layout(shape).size,), jnp.int32, sharding=replicated)
-    pool_sharding = pages.k.sharding
+    packed = abstract((step_layout(shape).size,), jnp.int32, replicated)
     jitted = jax.jit(
         step,
         donate_argnums=(1, 2),
-        out_shardings=(KVPages(pool_sharding, pool_sharding), replicated, replicated),
+        out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, pages), replicated, replicated),
     )
     arguments = jax.tree.map(to_abstract, (weights, pages, sampling))
     return jitted.lower(*arguments, packed).compile()
 
 
+def abstract(
+    shape: tuple[int, ...], dtype: DTypeLike, place: jax.sharding.Sharding
+) -> jax.ShapeDtypeStruct:
+    """An array's shape, dtype and sharding without the array."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place)  # type: ignore[no-untyped-call]
+
+
 def to_abstract(array: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of an array."""
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+    """Shape, dtype and sharding of an array (or of its stand-in)."""
+    return abstract(array.shape, array.dtype, array.sharding)

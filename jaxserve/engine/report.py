@@ -1,0 +1,65 @@
+"""What an engine resolved to; the log prints it, `jaxserve doctor` shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from jax.sharding import Mesh
+
+from jaxserve.config import ModelConfig
+from jaxserve.engine.buckets import Bucket
+from jaxserve.engine.compilation import CompilationLog
+from jaxserve.engine.memory import MemoryPlan
+
+logger = logging.getLogger("jaxserve.engine")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """All choices of one engine. seconds: how long load, plan and compile took."""
+
+    model: ModelConfig
+    model_name: str
+    dtype: str
+    mesh: Mesh
+    max_model_len: int
+    memory: MemoryPlan
+    buckets: tuple[Bucket, ...]
+    kernels: dict[str, str]
+    compilation: CompilationLog
+    seconds: dict[str, float]
+    page_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the KV pool holds."""
+        return (self.memory.num_pages - 1) * self.page_size
+
+
+def log_report(report: EngineReport) -> None:
+    """Three lines: the model, the pool, the programs."""
+    memory = report.memory
+    logger.info(
+        "model %s: %s, %d layers, weights %.0f MB per device (loaded in %.1f s)",
+        report.model_name,
+        report.dtype,
+        report.model.num_layers,
+        memory.weights / 1e6,
+        report.seconds["load"],
+    )
+    logger.info(
+        "KV pool: %d pages, %.0f MB, %d tokens (limit: %s); longest sequence %d tokens",
+        memory.num_pages,
+        memory.pool / 1e6,
+        report.num_tokens,
+        memory.limited_by,
+        report.max_model_len,
+    )
+    logger.info(
+        "compiled %d programs in %.1f s, %d of them from the cache; kernels: %s",
+        report.compilation.total,
+        report.seconds["compile"],
+        report.compilation.cache_hits,
+        ", ".join(f"{op}: {choice}" for op, choice in report.kernels.items()),
+    )
