@@ -43,6 +43,27 @@ def pad_to_blocks(values: jax.Array, fill: float | int) -> jax.Array:
     return jnp.pad(values, ((0, 0), (0, -values.shape[1] % BLOCK)), constant_values=fill)
 
 
+def largest(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest of each row of values [R, V] and its id, the lowest among equals: two [R].
+
+    One pass; XLA's argmax does several on a CPU. A row with a NaN gives (NaN, 0).
+    """
+    blocks = pad_to_blocks(values, -jnp.inf).reshape(values.shape[0], -1, BLOCK)
+    maxima = blocks.max(2)
+    top = maxima.max(1)
+    block = _first_equal(maxima, top)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return top, block * BLOCK + _first_equal(inside, top)
+
+
+def _first_equal(values: jax.Array, wanted: jax.Array) -> jax.Array:
+    """[R] int32: the first place in values [R, n] that equals wanted [R]; 0 where none does."""
+    size = values.shape[1]
+    places = jnp.where(values == wanted[:, None], jnp.arange(size, dtype=jnp.int32), size)
+    first = places.min(1)
+    return jnp.where(first == size, 0, first)
+
+
 def top_blocks(values: jax.Array, count: int) -> TopBlocks:
     """The count best blocks of values [R, V] float32; V is a multiple of BLOCK * (more than count)."""
     blocks = values.reshape(values.shape[0], -1, BLOCK)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.sample import noise
-from pallas_kernels.sample.blocks import BLOCK, pad_to_blocks, top_blocks, top_k
+from pallas_kernels.sample.blocks import BLOCK, largest, pad_to_blocks, top_blocks, top_k
 from pallas_kernels.sample.bounds import (
     INFINITY_BITS,
     Bounds,
@@ -21,14 +21,6 @@ from pallas_kernels.sample.bounds import (
     to_bits,
 )
 from pallas_kernels.sample.reference import is_greedy
-
-
-def first_of_largest(logits: jax.Array, top: jax.Array) -> jax.Array:
-    """[R] int32: the lowest id whose logit equals top [R]; 0 where none does."""
-    vocab = logits.shape[1]
-    ids = jnp.arange(vocab, dtype=jnp.int32)
-    first = jnp.min(jnp.where(logits == top[:, None], ids, vocab), axis=1)
-    return jnp.where(first == vocab, 0, first)
 
 
 def filtered_logits(
@@ -55,7 +47,7 @@ def filtered_logits(
         lambda: Bounds(bound, jnp.zeros_like(bound)),
     )
     bound = jnp.where(greedy, 0, found.bound)
-    first, last = _tied_range(logits, top, distance == bound[:, None], found, greedy)
+    first, last = _tied_range(logits, distance == bound[:, None], found, greedy)
     ids = jnp.arange(vocab, dtype=jnp.int32)
     at_bound = distance == bound[:, None]
     at_bound &= (ids >= first[:, None]) & (ids <= last[:, None])
@@ -63,7 +55,7 @@ def filtered_logits(
 
 
 def _tied_range(
-    logits: jax.Array, top: jax.Array, tied: jax.Array, found: Bounds, greedy: jax.Array
+    logits: jax.Array, tied: jax.Array, found: Bounds, greedy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """First and last id ([R] int32 each) that stay among the tokens at the bound, tied [R, V]."""
     vocab = logits.shape[1]
@@ -80,12 +72,8 @@ def _tied_range(
         )
 
     first, last = lax.cond(jnp.any(found.drop > 0), split, lambda: everything)
-    largest = lax.cond(
-        jnp.any(greedy),
-        lambda: first_of_largest(logits, top),
-        lambda: jnp.zeros_like(first),
-    )
-    return jnp.where(greedy, largest, first), jnp.where(greedy, largest, last)
+    only = lax.cond(jnp.any(greedy), lambda: largest(logits)[1], lambda: jnp.zeros_like(first))
+    return jnp.where(greedy, only, first), jnp.where(greedy, only, last)
 
 
 def sample(
@@ -98,20 +86,16 @@ def sample(
     position: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """One token per row [R] int32 and ok [R] bool; as `reference.sample`."""
-    top = logits.max(1)
+    top, best = largest(logits)
     ok = jnp.isfinite(top)
     temperature = jnp.where(ok, temperature, 0.0)  # a broken row must not make the others slow
 
     def draw() -> jax.Array:
         kept = filtered_logits(logits, temperature, top_k, top_p, min_p)
         noisy = kept + noise.gumbel(seed, position, logits.shape[1])
-        return first_of_largest(noisy, noisy.max(1))
+        return largest(noisy)[1]
 
-    tokens: jax.Array = lax.cond(
-        jnp.all(is_greedy(temperature, top_k, min_p)),
-        lambda: first_of_largest(logits, top),
-        draw,
-    )
+    tokens: jax.Array = lax.cond(jnp.all(is_greedy(temperature, top_k, min_p)), lambda: best, draw)
     return tokens, ok
 
 
