@@ -181,7 +181,7 @@ class Attention(nnx.Module):  # type: ignore[misc]
     """q [N*H, D], k and v [K*H, D], o [D, N*H], optional norms over each head of q and k."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs
+        self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs | None
     ) -> None:
         width, head_size = config.hidden_size, config.head_size
 

@@ -29,7 +29,7 @@ class FeedForward(nnx.Module):  # type: ignore[misc]
         activation: str,
         use_bias: bool,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
     ) -> None:
         def make(out_size: int, out_axis: str, in_size: int, in_axis: str) -> Linear:
             return Linear(

@@ -23,15 +23,22 @@ INITIALIZERS: dict[str, nnx.Initializer] = {
 
 
 def parameter(
-    rngs: nnx.Rngs,
+    rngs: nnx.Rngs | None,
     shape: tuple[int, ...],
     dtype: DTypeLike,
     logical_axes: LogicalAxes,
     init: str = "normal",
 ) -> nnx.Param[jax.Array]:
-    """A parameter that carries the logical names of its axes and the name of its start values."""
+    """A parameter that carries the logical names of its axes and the name of its start values.
+
+    rngs None makes an abstract one: its value is a `jax.ShapeDtypeStruct`.
+    """
     assert len(shape) == len(logical_axes)
-    value = INITIALIZERS[init](rngs.params(), shape, dtype)
+    value: jax.Array | jax.ShapeDtypeStruct
+    if rngs is None:
+        value = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    else:
+        value = INITIALIZERS[init](rngs.params(), shape, dtype)
     return nnx.Param(value, logical_axes=logical_axes, init=init)
 
 
@@ -72,7 +79,7 @@ class Linear(nnx.Module):  # type: ignore[misc]
         in_axis: str,
         use_bias: bool,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
     ) -> None:
         self.weight = parameter(rngs, (out_size, in_size), dtype, (out_axis, in_axis))
         self.bias = parameter(rngs, (out_size,), dtype, (out_axis,), "zeros") if use_bias else None
@@ -87,7 +94,7 @@ class Embedding(nnx.Module):  # type: ignore[misc]
     """weight [V, D]: one row per token id; also the output head of tied models."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs
+        self, vocab_size: int, hidden_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs | None
     ) -> None:
         self.weight = parameter(rngs, (vocab_size, hidden_size), dtype, ("vocab", "embed"))
 

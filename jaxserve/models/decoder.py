@@ -29,7 +29,7 @@ class Block(nnx.Module):  # type: ignore[misc]
     """Attention and feed-forward layer, each normed before (and, in Gemma, after) and added."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs
+        self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs | None
     ) -> None:
         def make_norm() -> RMSNorm:
             return make_hidden_norm(config, rngs)
@@ -62,7 +62,7 @@ class Block(nnx.Module):  # type: ignore[misc]
             return hidden + change
 
 
-def make_hidden_norm(config: ModelConfig, rngs: nnx.Rngs) -> RMSNorm:
+def make_hidden_norm(config: ModelConfig, rngs: nnx.Rngs | None) -> RMSNorm:
     """A norm over the residual stream [.., D]."""
     return RMSNorm(
         config.hidden_size,
@@ -77,9 +77,11 @@ class Decoder(nnx.Module):  # type: ignore[misc]
     """The whole model. Parameters carry `logical_axes` (see `jaxserve.parallel.mesh`).
 
     dtype: of weights and activations; norms, rotations, softmax and logits are float32.
+    rngs None gives the abstract decoder: shapes, dtypes and axes, no arrays (what `nnx.eval_shape`
+    would give, without the seconds that tracing every initialiser takes).
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(

@@ -48,8 +48,7 @@ class ParameterInfo:
 
 def make_abstract_model(config: ModelConfig, dtype: DTypeLike) -> Decoder:
     """A decoder whose parameters are shapes only; takes no memory."""
-    abstract: Decoder = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    return abstract
+    return Decoder(config, dtype=dtype, rngs=None)
 
 
 def parameter_infos(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParameterInfo]:
@@ -147,21 +146,27 @@ def read_shard(
 ) -> np.ndarray:
     """The part of a parameter within `bounds` (start and end per axis), in its final dtype."""
     (start, stop), columns = bounds[0], tuple(slice(*bound) for bound in bounds[1:])
-    out = np.empty(tuple(end - begin for begin, end in bounds), dtype)
     row_bytes = 4 * int(np.prod(source.shape[1:], dtype=np.int64))
     unit = source.interleaved_head or 1
     assert start % unit == 0, (source, bounds)
     assert stop % unit == 0, (source, bounds)
     step = max(1, BLOCK_BYTES // (row_bytes * unit)) * unit
-    for row in range(start, stop, step):
-        end = min(row + step, stop)
-        rows = slice(source.first_row + row, source.first_row + end)
+
+    def read_rows(begin: int, end: int) -> np.ndarray:
+        rows = slice(source.first_row + begin, source.first_row + end)
         block = reader.read(source.name, (rows, *columns))
         if source.interleaved_head is not None:
             block = separate_pairs(block, source.interleaved_head)
         if source.add:
             block = block.astype(np.float32) + np.float32(source.add)
-        out[row - start : end - start] = block.astype(dtype, copy=False)
+        return block.astype(dtype, copy=False)
+
+    if stop - start <= step:
+        return read_rows(start, stop)
+    out = np.empty(tuple(end - begin for begin, end in bounds), dtype)
+    for row in range(start, stop, step):
+        end = min(row + step, stop)
+        out[row - start : end - start] = read_rows(row, end)
     return out
 
 
