@@ -62,8 +62,11 @@ class LLM:
         path = resolve_model(config.model, cache_folder())
         files = read_tokenizer_files(path)
         self.tokenizer = load_tokenizer(files)
-        self._template = files.chat_template
-        self._special = files.special
+        self._template = (
+            None
+            if files.chat_template is None
+            else ChatTemplate(files.chat_template, special=files.special)
+        )
         self._engine, self.report = make_engine(config, path)
         self._numbers = itertools.count()
         self._window = config.max_num_seqs * 2
@@ -138,13 +141,7 @@ class LLM:
 
     def chat_prompt(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, ready for the answer."""
-        if self._template is None:
-            raise RequestError(
-                "this model has no chat template; use generate with a plain prompt",
-                param="messages",
-            )
-        template = ChatTemplate(self._template, special=self._special)
-        return assemble_chat(self.tokenizer, template, [dict(message) for message in messages])
+        return assemble_chat(self.tokenizer, self._template, messages)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
