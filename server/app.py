@@ -7,6 +7,7 @@ import time
 import uuid
 
 import flask
+from gevent.threadpool import ThreadPool
 
 from jaxserve.client import EngineClient
 from jaxserve.config import EngineConfig, ServerConfig
@@ -23,6 +24,8 @@ from server.openai.tokenize import tokenize_blueprint
 from server.prompts import Prompts
 from server.services import Services
 
+#: Long prompts that are rendered and tokenised at once.
+PROMPT_THREADS = 2
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -42,7 +45,12 @@ def create_app(
     services = Services(
         engines=(client,),
         tokenizer=tokenizer,
-        prompts=Prompts(tokenizer, chat_template, max_bytes=server.max_prompt_bytes),
+        prompts=Prompts(
+            tokenizer,
+            chat_template,
+            max_bytes=server.max_prompt_bytes,
+            run_long=ThreadPool(PROMPT_THREADS).apply,
+        ),
         config=server,
         model_name=engine.served_name or engine.model,
         started=int(time.time()),

@@ -1,15 +1,13 @@
 """Prompts for the routes (steps 1 and 2): bounded in size, and never in the way of open streams.
 
-A long prompt is rendered and tokenised in a thread, where the tokeniser lets go of the
-interpreter's lock; short ones are not worth the detour.
+A long prompt is rendered and tokenised wherever the application says (in a thread, where the
+tokeniser lets go of the interpreter's lock); short ones are not worth the detour.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
-
-from gevent.threadpool import ThreadPool
 
 from jaxserve.context.assemble import assemble_chat, assemble_completion
 from jaxserve.context.chat_template import ChatTemplate
@@ -19,21 +17,34 @@ from jaxserve.tokenizer.protocol import Tokenizer
 
 #: Bytes of text up to which a prompt is tokenised at once, in well under a millisecond.
 INLINE_BYTES = 8192
-_THREADS = 2
 
 Result = TypeVar("Result")
 
 
+def run_here(assemble: Callable[[], Any]) -> Any:
+    """For a process in which nobody waits meanwhile."""
+    return assemble()
+
+
 class Prompts:
-    """Makes prompt ids. max_bytes: longest text of one request, in UTF-8 bytes."""
+    """Makes prompt ids.
+
+    max_bytes: longest text of one request, in UTF-8 bytes. run_long: calls its argument, the work
+    of a long prompt, and returns what that returns.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, max_bytes: int
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        max_bytes: int,
+        run_long: Callable[[Callable[[], Any]], Any] = run_here,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._max_bytes = max_bytes
-        self._threads = ThreadPool(_THREADS)
+        self._run_long = run_long
 
     def chat(
         self,
@@ -90,7 +101,7 @@ class Prompts:
             )
         if size <= INLINE_BYTES:
             return assemble()
-        result: Result = self._threads.apply(assemble)
+        result: Result = self._run_long(assemble)
         return result
 
 

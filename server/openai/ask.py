@@ -1,0 +1,116 @@
+"""From a checked body to what it asks for (steps 1 and 2): prompt ids and sampling, as an `Ask`.
+
+Knows neither Flask nor the engine: `jaxserve batch` comes this way, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.config import ServerConfig
+from jaxserve.errors import RequestError
+from jaxserve.routing.requests import Ask
+from jaxserve.tokenizer.protocol import Tokenizer
+from server.openai.fields import refuse_unsupported
+from server.openai.messages import read_messages
+from server.openai.sampling import choices, max_tokens_field, sampling_params
+from server.openai.schema import ChatBody, CompletionBody
+from server.prompts import Prompts
+
+#: Prompts in one request, and answers to them.
+MAX_PROMPTS = 256
+
+
+def chat_ask(
+    body: ChatBody,
+    tokenizer: Tokenizer,
+    prompts: Prompts,
+    config: ServerConfig,
+    *,
+    request_id: str,
+    arrival: float,
+) -> Ask:
+    """A chat's one prompt. Raises RequestError naming the field."""
+    refuse_unsupported(body)
+    sampling = sampling_params(body, tokenizer, config)
+    n = choices(body, config)
+    prompt_ids = prompts.chat(
+        read_messages(body.messages),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=body.chat_template_kwargs or {},
+        keep_last=body.truncate_prompt_tokens,
+    )
+    return Ask(
+        request_id=request_id,
+        prompts=[prompt_ids],
+        n=n,
+        sampling=sampling,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        arrival=arrival,
+        max_tokens_param=max_tokens_field(body),
+        prompt_param="messages",
+    )
+
+
+def completion_ask(
+    body: CompletionBody,
+    tokenizer: Tokenizer,
+    prompts: Prompts,
+    config: ServerConfig,
+    *,
+    request_id: str,
+    arrival: float,
+) -> Ask:
+    """A completion's prompts, one or many. Raises RequestError naming the field."""
+    refuse_unsupported(body)
+    if body.echo and body.logprobs is not None:
+        raise RequestError(
+            "echo with logprobs is not supported: the prompt's are not computed",
+            param="echo",
+            code="unsupported_parameter",
+        )
+    texts = read_prompts(body.prompt)
+    sampling = sampling_params(body, tokenizer, config)
+    n = choices(body, config)
+    if len(texts) * n > MAX_PROMPTS:
+        raise RequestError(
+            f"{len(texts)} prompts with n {n} make {len(texts) * n} answers; at most "
+            f"{MAX_PROMPTS} are taken",
+            param="n",
+        )
+    ids = prompts.texts(
+        texts, add_bos=body.add_special_tokens, keep_last=body.truncate_prompt_tokens
+    )
+    return Ask(
+        request_id=request_id,
+        prompts=ids,
+        n=n,
+        sampling=sampling,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        arrival=arrival,
+    )
+
+
+def read_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """A string, a list of strings, token ids, or a list of lists of them: always as a list."""
+    items = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
+    if not items:
+        raise RequestError("prompt must not be empty", param="prompt")
+    if len(items) > MAX_PROMPTS:
+        raise RequestError(
+            f"prompt holds {len(items)} prompts; at most {MAX_PROMPTS} are taken", param="prompt"
+        )
+    if all(isinstance(item, str) for item in items) or all(_is_ids(item) for item in items):
+        return list(items)
+    raise RequestError(
+        "prompt must be a string, a list of strings, a list of token ids or a list of such lists",
+        param="prompt",
+        code="invalid_type",
+    )
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)

@@ -1,0 +1,87 @@
+"""Step 9 for chats: the answer to one request, as one object or as events.
+
+Knows neither Flask's routes nor the engine: `jaxserve batch` comes this way, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from jaxserve.request import RequestOutput
+from jaxserve.tokenizer.protocol import Tokenizer
+from server import sse
+from server.answers import AnswerReader
+from server.openai.response import Json, answer_head, chat_logprobs, finish_fields, usage
+from server.openai.schema import ChatBody
+
+
+class ChatAnswer:
+    """Writes the answer to one request. readers: one per choice."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, body: ChatBody, model: str, readers: Sequence[AnswerReader]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._body = body
+        self._model = model
+        self._readers = readers
+
+    def whole(self, answers: Sequence[RequestOutput]) -> Json:
+        """The answer object, from the complete answer of each choice."""
+        answer = answer_head("chatcmpl", "chat.completion", self._model)
+        answer["choices"] = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": piece.text, "refusal": None},
+                "logprobs": chat_logprobs(self._tokenizer, piece.logprobs),
+                **finish_fields(piece),
+                **({"token_ids": piece.token_ids} if self._body.return_token_ids else {}),
+            }
+            for index, piece in enumerate(answers)
+        ]
+        answer["usage"] = self._usage()
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = self._readers[0].request.prompt_ids
+        return answer
+
+    def events(self, pieces: Iterable[tuple[int, RequestOutput]]) -> Iterator[bytes]:
+        """Per choice: a role chunk, content chunks, and a finish chunk; then usage if asked for."""
+        body = self._body
+        head = answer_head("chatcmpl", "chat.completion.chunk", self._model)
+        plain = not (body.logprobs or body.return_token_ids)
+        text_events: dict[int, sse.TextEvent] = {}
+        for index, piece in pieces:
+            if index not in text_events:
+                text_events[index] = sse.TextEvent(_chunk(head, index, {"content": sse.TEXT_HERE}))
+                first = _chunk(head, index, {"role": "assistant", "content": ""})
+                if body.return_token_ids:
+                    first["prompt_token_ids"] = self._readers[index].request.prompt_ids
+                yield sse.event(first)
+            extra = {} if plain else self._extra(piece)
+            if piece.text:
+                if plain:
+                    yield text_events[index](piece.text)
+                else:
+                    yield sse.event(_chunk(head, index, {"content": piece.text}, **extra))
+                    extra = {}
+            if piece.finish_reason is not None:
+                yield sse.event(_chunk(head, index, {}, **extra, **finish_fields(piece)))
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield sse.event({**head, "choices": [], "usage": self._usage()})
+
+    def _extra(self, piece: RequestOutput) -> Json:
+        extra: Json = {}
+        if piece.logprobs:
+            extra["logprobs"] = chat_logprobs(self._tokenizer, piece.logprobs)
+        if self._body.return_token_ids:
+            extra["token_ids"] = piece.token_ids
+        return extra
+
+    def _usage(self) -> Json:
+        return usage(self._readers, len(self._readers))
+
+
+def _chunk(head: Json, index: int, delta: Json, **fields: Any) -> Json:
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
+    return {**head, "choices": [choice]}
