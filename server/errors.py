@@ -16,6 +16,11 @@ logger = logging.getLogger("jaxserve.server")
 RETRY_AFTER_SECONDS = "1"
 #: nginx's status for a client that closed its connection; nobody reads it.
 CLIENT_LEFT = 499
+#: In place of werkzeug's sentences, which speak of pages and servers.
+_HTTP_MESSAGES = {
+    404: "there is no such path here; GET / lists the routes",
+    405: "this path does not take that method; GET / lists the routes",
+}
 
 
 def error_body(error: Exception) -> dict[str, dict[str, str | None]]:
@@ -30,7 +35,7 @@ def error_body(error: Exception) -> dict[str, dict[str, str | None]]:
     elif isinstance(error, EngineError):
         kind, code = "server_error", "engine_error" if error.status == 500 else "unavailable"
     elif isinstance(error, HTTPException):
-        message = error.description or error.name
+        message = _HTTP_MESSAGES.get(error.code or 500) or error.description or error.name
         code = error.name.lower().replace(" ", "_")
     else:
         message, kind, code = "internal error; the server's log says more", "server_error", None
