@@ -63,11 +63,13 @@ def assemble_completion(
     *,
     parse_special: bool = True,
     add_bos: bool | None = None,
+    vocab_size: int | None = None,
 ) -> list[int]:
     """The prompt of a completion: a text, or token ids, which are taken as they are.
 
     parse_special: special tokens written in the text count (a completion's text is the whole
         prompt, so this is how its caller writes them). add_bos: None for the model's own rule.
+    vocab_size: number of ids of the model, which may be more than the tokeniser's (the default).
     Raises RequestError (param "prompt"): an id that does not exist, text that is not Unicode,
     nothing at all.
     """
@@ -77,13 +79,13 @@ def assemble_completion(
         )
     else:
         ids = list(prompt)
+        size = tokenizer.vocab_size if vocab_size is None else vocab_size
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise RequestError("prompt holds something that is no token id", param="prompt")
-            if not 0 <= token < tokenizer.vocab_size:
+            if not 0 <= token < size:
                 raise RequestError(
-                    f"prompt holds token id {token}; this model's ids are 0 to "
-                    f"{tokenizer.vocab_size - 1}",
+                    f"prompt holds token id {token}; this model's ids are 0 to {size - 1}",
                     param="prompt",
                 )
     if not ids:

@@ -24,11 +24,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 500_000
 MAX_CHARACTERS = 20_000_000
-_MAX_EXPONENT = 64
 _MAX_BITS = 4096
 #: Under this name a render's `Budget` travels in its context; no template can spell it.
 BUDGET = "the budget of this render"
-_STEP = "step"
+_LOOP_STEP, _MACRO_STEP = "loop step", "macro step"
+#: A call of a macro takes about as long as ten turns of a loop.
+_COSTS = {_LOOP_STEP: 1, _MACRO_STEP: 10}
 _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 _WIDE_FORMAT = re.compile(r"\d{5,}|\*")
 
@@ -43,9 +44,9 @@ class Budget:
     def __init__(self) -> None:
         self.steps_left = MAX_STEPS
 
-    def spend(self) -> None:
+    def spend(self, steps: int) -> None:
         """Raises SecurityError when nothing is left."""
-        self.steps_left -= 1
+        self.steps_left -= steps
         if self.steps_left < 0:
             raise SecurityError(f"the chat template makes more than {MAX_STEPS} loop steps")
 
@@ -71,8 +72,8 @@ class _Generator(CodeGenerator):
         self.write("))")
 
     def visit_EnvironmentAttribute(self, node: nodes.EnvironmentAttribute, frame: Frame) -> None:  # noqa: N802
-        if node.name == _STEP:
-            self.write(f"context.get({BUDGET!r}).spend()")
+        if node.name in _COSTS:
+            self.write(f"context.get({BUDGET!r}).spend({_COSTS[node.name]})")
         else:
             super().visit_EnvironmentAttribute(node, frame)
 
@@ -96,11 +97,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Puts a step at the head of each loop's and each macro's body."""
         tree = super()._parse(source, name, filename)
-        for body in [
-            *(loop.body for loop in tree.find_all(nodes.For)),
-            *(macro.body for macro in tree.find_all(nodes.Macro)),
-        ]:
-            body.insert(0, nodes.ExprStmt(nodes.EnvironmentAttribute(_STEP), lineno=1))
+        bodies = [(_LOOP_STEP, loop.body) for loop in tree.find_all(nodes.For)]
+        bodies += [(_MACRO_STEP, macro.body) for macro in tree.find_all(nodes.Macro)]
+        for step, body in bodies:
+            body.insert(0, nodes.ExprStmt(nodes.EnvironmentAttribute(step), lineno=1))
         return tree
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -120,8 +120,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 _check_size(_size(left) + _size(right))
             case "*":
                 _check_product(left, right)
-            case "**" if right > _MAX_EXPONENT:
-                raise SecurityError(f"an exponent in the chat template is {right}")
+            case "**" if isinstance(left, int) and isinstance(right, int):
+                _check_bits(left.bit_length() * right)
             case "%" if isinstance(left, str):
                 _check_format(left)
         return super().call_binop(context, operator, left, right)
@@ -142,10 +142,14 @@ def _check_size(size: int) -> None:
         raise SecurityError(f"the chat template makes a value of {size} characters or items")
 
 
+def _check_bits(bits: int) -> None:
+    if bits > _MAX_BITS:
+        raise SecurityError(f"the chat template makes a number of {bits} bits")
+
+
 def _check_product(left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
-        if left.bit_length() + right.bit_length() > _MAX_BITS:
-            raise SecurityError("the chat template makes a number of more than 4096 bits")
+        _check_bits(left.bit_length() + right.bit_length())
         return
     for sequence, times in ((left, right), (right, left)):
         if isinstance(times, int):

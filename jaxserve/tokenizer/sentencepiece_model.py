@@ -124,8 +124,14 @@ class SentencePieceTokenizer:
         for token, own in self._own_text.items():
             if own == text:
                 return token
-        token = int(self._first.piece_to_id(text.replace(" ", token_bytes.SPACE_SYMBOL)))
-        return token if self.token_text(token) == text else None
+        names = [text.replace(" ", token_bytes.SPACE_SYMBOL)]
+        if len(text) == 1 and text.isascii():
+            names.append(f"<0x{ord(text):02X}>")
+        for name in names:
+            token = int(self._first.piece_to_id(name))
+            if self.token_text(token) == text:
+                return token
+        return None
 
     def special_spans(self, text: str) -> list[tuple[int, int]]:
         return [(start, end) for start, end, _ in self._special.spans(text)]

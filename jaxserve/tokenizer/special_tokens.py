@@ -64,10 +64,11 @@ class SpecialTokens:
         while self._start is not None and (found := self._start.search(text, position)):
             start = position = found.start()
             for length in self._lengths[text[start]]:
-                token = self._ids.get(text[start : start + length])
+                end = start + length
+                token = self._ids.get(text[start:end]) if end <= len(text) else None
                 if token is not None:
-                    position = start + length
-                    yield start, position, token
+                    position = end
+                    yield start, end, token
                     break
             else:
                 position = start + 1
