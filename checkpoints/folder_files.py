@@ -28,7 +28,7 @@ GGUF_VOCAB = "gguf_vocab.json"
 def read_text(path: Path) -> str:
     """A UTF-8 file; raises CheckpointNotFoundError or CheckpointFormatError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode("utf-8")  # line ends stay as they are
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"{path} does not exist") from None
     except UnicodeDecodeError as error:

@@ -153,7 +153,7 @@ class GgufHeader:
         key = self._text()
         kind = self._number(_U32)
         if key in self.metadata:
-            raise CheckpointFormatError(f"{self._file.path} is damaged: it has {key} twice")
+            raise CheckpointFormatError(f"{self._file.path} is damaged: it has {key!r} twice")
         if kind == GGUFValueType.STRING:
             self.metadata[key] = self._text()
         elif kind == GGUFValueType.ARRAY:
@@ -163,7 +163,7 @@ class GgufHeader:
             start = self._take(dtype.itemsize)
             self.metadata[key] = np.frombuffer(self._file.buffer, dtype, 1, start)[0].item()
         else:
-            raise CheckpointFormatError(f"{self._file.path} is damaged: {key} has type {kind}")
+            raise CheckpointFormatError(f"{self._file.path} is damaged: {key!r} has type {kind}")
 
     def _skip_array(self, key: str) -> GgufArray:
         kind, count = self._number(_U32), self._number(_U64)
@@ -173,7 +173,9 @@ class GgufHeader:
         elif kind in SCALARS:
             self._take(count * np.dtype(SCALARS[kind]).itemsize)
         else:
-            raise CheckpointFormatError(f"{self._file.path}: array {key} has items of type {kind}")
+            raise CheckpointFormatError(
+                f"{self._file.path}: array {key!r} has items of type {kind}"
+            )
         return entry
 
     def _skip_texts(self, count: int) -> None:
@@ -192,7 +194,7 @@ class GgufHeader:
             name, num_dims = self._text(), self._number(_U32)
             if num_dims > MAX_DIMENSIONS:
                 raise CheckpointFormatError(
-                    f"{self._file.path} is damaged: tensor {name} has {num_dims} dimensions"
+                    f"{self._file.path} is damaged: tensor {name!r} has {num_dims} dimensions"
                 )
             shape = tuple(reversed([self._number(_U64) for _ in range(num_dims)]))
             entries.append((name, shape, self._number(_U32), self._number(_U64)))
@@ -203,14 +205,14 @@ class GgufHeader:
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in entries:
             if name in tensors:
-                raise CheckpointFormatError(f"{self._file.path} is damaged: it has {name} twice")
+                raise CheckpointFormatError(f"{self._file.path} is damaged: it has {name!r} twice")
             tensors[name] = self._check_tensor(name, shape, kind, data_start + offset)
         return tensors
 
     def _check_tensor(
         self, name: str, shape: tuple[int, ...], kind: int, offset: int
     ) -> GgufTensor:
-        where = f"{self._file.path}: tensor {name}"
+        where = f"{self._file.path}: tensor {name!r}"
         try:
             known = GGMLQuantizationType(kind)
         except ValueError:
@@ -225,7 +227,7 @@ class GgufHeader:
         num_bytes = math.prod(shape) // block_size * block_bytes
         if offset + num_bytes > self._file.size:
             raise CheckpointFormatError(
-                f"{self._file.path} is truncated: tensor {name} ends at byte {offset + num_bytes}, "
+                f"{self._file.path} is truncated: tensor {name!r} ends at byte {offset + num_bytes}, "
                 f"the file has {self._file.size}; fetch it again"
             )
         return GgufTensor(name=name, shape=shape, kind=known, offset=offset, num_bytes=num_bytes)

@@ -96,8 +96,9 @@ class GgufReader:
             for key, value in metadata.items()
             if key.startswith(VOCAB_PREFIX)
         }
-        if not isinstance(vocab["tokens"], list):
-            raise CheckpointFormatError(f"{self._file.path}: {VOCAB_PREFIX}tokens is not an array")
+        tokens = vocab["tokens"]
+        if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+            raise CheckpointFormatError(f"{self._file.path}: {VOCAB_PREFIX}tokens holds no texts")
         template = metadata.get("tokenizer.chat_template")
         return TokenizerFiles(
             gguf_vocab=vocab,

@@ -101,7 +101,9 @@ class OrbaxReader:
     ) -> dict[str, jax.Array]:
         default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         restore_args = {
-            name: ocp.ArrayRestoreArgs(sharding=wanted.sharding or default, dtype=wanted.dtype)
+            name: ocp.ArrayRestoreArgs(
+                sharding=wanted.sharding or default, dtype=wanted.dtype, global_shape=wanted.shape
+            )
             for name, wanted in members.items()
         }
         args = ocp.args.PyTreeRestore(
@@ -115,6 +117,9 @@ class OrbaxReader:
                 )
         except (ValueError, OSError, RuntimeError, KeyError, TypeError) as error:
             raise self._damaged(f"group {group}", error) from error
+        for name in members:  # Orbax hands the abstract leaf back for what it does not find
+            if not isinstance(restored.get(name), jax.Array):
+                raise self._damaged(name, KeyError(f"not in group {group}"))
         return restored
 
     def _spec(self, name: str) -> dict[str, Any]:
@@ -130,5 +135,6 @@ class OrbaxReader:
             )
 
     def _damaged(self, what: str, error: Exception) -> CheckpointFormatError:
-        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        first = first.split(" [tensorstore_spec=")[0][:300]
         return CheckpointFormatError(f"{self._folder} is damaged: {what} cannot be read ({first})")

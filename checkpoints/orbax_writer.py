@@ -62,15 +62,13 @@ def write_checkpoint(
 def write_tokenizer_files(folder: Path, files: TokenizerFiles) -> None:
     """Writes what `checkpoints.folder_files.read_folder_tokenizer` reads back, without loss."""
     if files.tokenizer_json is not None:
-        (folder / TOKENIZER_JSON).write_text(files.tokenizer_json, encoding="utf-8")
+        (folder / TOKENIZER_JSON).write_bytes(files.tokenizer_json.encode("utf-8"))
     if files.sentencepiece_model is not None:
         (folder / TOKENIZER_MODEL).write_bytes(files.sentencepiece_model)
     if files.gguf_vocab is not None:
         _write_json(folder / GGUF_VOCAB, files.gguf_vocab)
     if files.chat_template is not None:
-        # newline="": the template is kept byte for byte
-        with open(folder / CHAT_TEMPLATE, "w", encoding="utf-8", newline="") as file:
-            file.write(files.chat_template)
+        (folder / CHAT_TEMPLATE).write_bytes(files.chat_template.encode("utf-8"))
     _write_json(folder / TOKENIZER_CONFIG, files.special)
 
 

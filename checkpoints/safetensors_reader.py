@@ -136,7 +136,7 @@ def _check_entry(
     file: MappedFile, name: str, entry: object, data_start: int
 ) -> tuple[TensorInfo, int]:
     """The tensor's description and its offset in the file; every field is checked."""
-    where = f"{file.path}: tensor {name}"
+    where = f"{file.path}: tensor {name!r}"
     if not isinstance(entry, dict):
         raise CheckpointFormatError(f"{where} is described by {entry!r}")
     dtype = DTYPES.get(str(entry.get("dtype")))
@@ -158,7 +158,7 @@ def _check_entry(
         )
     if data_start + end > file.size:
         raise CheckpointFormatError(
-            f"{file.path} is truncated: tensor {name} ends at byte {data_start + end}, the file "
+            f"{file.path} is truncated: tensor {name!r} ends at byte {data_start + end}, the file "
             f"has {file.size}; fetch it again"
         )
     return TensorInfo(name=name, shape=tuple(shape), dtype=dtype.name), data_start + begin
