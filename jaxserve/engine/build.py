@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from checkpoints.open import open_checkpoint
@@ -56,7 +57,7 @@ def make_engine(
     with _timed(seconds, "load"):
         path = model if model is not None else resolve_model(config.model, cache_folder())
         device = _load(config, path)
-    max_len, pages_per_sequence = _context(config, device.config)
+    max_len, pages_per_sequence = choose_context(config, device.config)
     op, kernels = _choose_kernels(config, device)
     buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
     with _timed(seconds, "plan"):
@@ -124,11 +125,7 @@ def _put_together(config: EngineConfig, runner: DeviceRunner, report: EngineRepo
 
 def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
     mesh = make_mesh(config.tensor_parallel)
-    platform = mesh.devices.flat[0].platform
-    name = config.dtype
-    if name == "auto":
-        name = "float32" if platform == "cpu" else "bfloat16"
-    dtype = jnp.dtype(name)
+    dtype = choose_dtype(config, mesh.devices.flat[0].platform)
     reader = open_checkpoint(path)
     if config.random_weights:
         model_config = read_model_config(reader)
@@ -147,8 +144,16 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
     )
 
 
-def _context(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
-    """The longest sequence in tokens, and its pages."""
+def choose_dtype(config: EngineConfig, platform: str) -> np.dtype:
+    """Of weights, activations and pages."""
+    name = config.dtype
+    if name == "auto":
+        name = "float32" if platform == "cpu" else "bfloat16"
+    return np.dtype(jnp.dtype(name))
+
+
+def choose_context(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
+    """The longest sequence in tokens, and its pages. Raises UsageError."""
     longest = config.max_model_len
     if longest is None:
         longest = min(model.max_position, DEFAULT_MAX_LEN)
