@@ -7,6 +7,7 @@ Environment variables are read in `from_environment` functions only.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 
@@ -14,6 +15,7 @@ from jaxserve.errors import UsageError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +148,27 @@ class ServerConfig:
     max_stop_bytes: int = 1024
     drain_seconds: float = 30.0
     log_level: str = "info"
+
+    def validate(self) -> None:
+        """Raises UsageError naming the flag to change."""
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("workers", 1, 1024),
+            ("max_body_bytes", 1, math.inf),
+            ("max_prompt_bytes", 1, math.inf),
+            ("max_n", 1, math.inf),
+            ("max_stop", 0, math.inf),
+            ("max_stop_bytes", 0, math.inf),
+            ("drain_seconds", 0, 86400),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                limit = f"at least {low}" if high == math.inf else f"{low} to {high}"
+                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be {limit}")
+        if self.log_level not in LOG_LEVELS:
+            raise UsageError(
+                f"--log-level is {self.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}"
+            )
 
 
 def cache_folder() -> pathlib.Path:
