@@ -46,6 +46,8 @@ from jaxserve.request import GenerationRequest
 
 #: How long an engine may take to say that it took or refused a request.
 ACCEPT_SECONDS = 30.0
+#: Messages that are read before other greenlets get their turn.
+_READ_IN_A_ROW = 16
 
 
 class HungUpError(Exception):
@@ -271,7 +273,9 @@ class EngineClient:
         self._submissions.pop(rid, None)
 
     def _read(self) -> None:
-        while True:
+        for number in itertools.count(1):
+            if number % _READ_IN_A_ROW == 0:
+                gevent.sleep(0)  # receiving does not wait while messages are there
             message = decode_from_engine(self._socket.recv())
             if isinstance(message, StepOutputs):
                 for output in message.outputs:

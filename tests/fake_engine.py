@@ -79,7 +79,7 @@ class Job:
         if self.script is not None:
             token = self.script[min(position, len(self.script) - 1)]
         else:
-            tail = [*self.request.prompt_ids, *self.made][-8:]
+            tail = [*self.request.prompt_ids[-8:], *self.made[-8:]][-8:]
             seed = sampling.seed if sampling.temperature > 0 else 0
             token = 97 + zlib.crc32(repr((seed, position, tail)).encode()) % 26
         self.made.append(token)

@@ -113,11 +113,17 @@ class RunningServer:
     def complete(self, prompt: Any, **fields: Any) -> Answer:
         return self.call("POST", "/v1/completions", {"prompt": prompt, **fields})
 
-    def send_only(self, path: str, body: Any) -> socket.socket:
+    def send_only(
+        self, path: str, body: Any, *, receive_buffer: int | None = None
+    ) -> socket.socket:
         """Sends a request and returns its connection without reading the answer."""
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        connection = socket.create_connection(self.address, timeout=30)
+        connection = socket.socket()
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(30)
+        connection.connect(self.address)
         connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         return connection
 

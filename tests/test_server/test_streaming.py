@@ -96,9 +96,7 @@ def test_prefixes_by_length(server: RunningServer) -> None:  # 6
         text = whole_text(server.chat("@say:a🙂안b@", max_tokens=length).json)
         assert text.removesuffix("\ufffd").startswith(previous.removesuffix("\ufffd"))
         assert "\ufffd" not in text[:-1]
-        streamed = check_stream(
-            server.chat("@say:a🙂안b@", max_tokens=length, stream=True).events
-        )
+        streamed = check_stream(server.chat("@say:a🙂안b@", max_tokens=length, stream=True).events)
         assert streamed[0] == text
         previous = text
 
