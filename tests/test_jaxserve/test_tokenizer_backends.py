@@ -319,3 +319,54 @@ def test_long_texts_do_not_stop_other_threads(kind: str) -> None:
         done.set()
         thread.join()
     assert passed > 20 * elapsed, f"{passed} ticks in {elapsed:.2f} s"
+
+
+def _sentencepiece_style_json(*, modern: bool) -> str:
+    """A tokenizer.json as those of Llama 2 (prefix by normaliser) or Mistral (by Metaspace)."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "a", "b", "▁a", "▁▁", "É"]
+    library = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab={piece: token for token, piece in enumerate(pieces)},
+            merges=[("▁", "a"), ("▁", "▁")],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    if modern:
+        library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+            prepend_scheme="first", split=False
+        )
+    else:
+        library.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+        )
+    steps = [
+        tokenizers.decoders.Replace("▁", " "),
+        tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(),
+        tokenizers.decoders.Strip(" ", 1, 0),
+    ]
+    library.decoder = tokenizers.decoders.Sequence(steps)
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    text: str = library.to_str()
+    return text
+
+
+@pytest.mark.parametrize("modern", [True, False])
+def test_sentencepiece_style_tokenizer_json(modern: bool) -> None:
+    text = _sentencepiece_style_json(modern=modern)
+    library = tokenizers.Tokenizer.from_str(text)
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = load_tokenizer(TokenizerFiles(tokenizer_json=text, special=config))
+    assert tokenizer.leading_space is LeadingSpace.STRIP_ONE
+    for sample in ["a b", "  a", "É世a", "a</s>b</s> a", "", "</s>a", "\n"]:
+        ids = tokenizer.encode(sample, parse_special=True)
+        assert ids == library.encode(sample, add_special_tokens=False).ids
+        assert tokenizer.decode(ids) == library.decode(ids)
+        beyond = [(len(sample) + 1, len(sample) + 2)]
+        assert tokenizer.encode(sample, parse_special=True, literal=beyond) == ids
+        plain = tokenizer.encode(sample)
+        assert tokenizer.decode(plain) == library.decode(plain)
+        assert not tokenizer.special_ids & set(plain)
