@@ -10,6 +10,8 @@ from jaxserve.request import GenerationRequest, SamplingParams
 from jaxserve.routing.limits import answer_length
 from jaxserve.routing.seeds import derive_seed, random_seed
 
+MAX_PRIORITY = 2**31 - 1
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
@@ -45,6 +47,11 @@ def make_generation_requests(ask: Ask, info: EngineInfo) -> list[GenerationReque
             f"{sampling.logprobs} alternatives per token were asked for; at most "
             f"{info.max_logprobs} are available",
             param="logprobs",
+        )
+    if abs(ask.priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority is {ask.priority}; it must be -{MAX_PRIORITY} to {MAX_PRIORITY}",
+            param="priority",
         )
     seed = random_seed() if sampling.seed is None else sampling.seed
     requests: list[GenerationRequest] = []

@@ -25,7 +25,7 @@ def sampling_params(
         max_tokens=_max_tokens(body),
         min_tokens=_or(body.min_tokens, 0),
         temperature=_or(body.temperature, 1.0),
-        top_k=0 if body.top_k == -1 else _or(body.top_k, 0),
+        top_k=_top_k(body),
         top_p=_or(body.top_p, 1.0),
         min_p=_or(body.min_p, 0.0),
         repetition_penalty=_or(body.repetition_penalty, 1.0),
@@ -80,6 +80,12 @@ def max_tokens_field(body: GenerationBody) -> str:
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         return "max_completion_tokens"
     return "max_tokens"
+
+
+def _top_k(body: GenerationBody) -> int:
+    """vLLM's -1 means all tokens, and so does more than any vocabulary holds."""
+    top_k = _or(body.top_k, 0)
+    return 0 if top_k == -1 or top_k >= 2**31 else top_k
 
 
 def _logprobs(body: GenerationBody) -> int | None:
