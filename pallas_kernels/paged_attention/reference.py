@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 #: KV tokens folded per step of the online softmax; bounds the memory of the definition.
 BLOCK_TOKENS = 128
@@ -39,6 +40,28 @@ class PagedBatch(NamedTuple):
     block_tables: jax.Array
     cu_q_lens: jax.Array
     kv_lens: jax.Array
+
+
+def refusals(
+    *,
+    platform: str,
+    dtype: DTypeLike,
+    page_dtype: DTypeLike,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    page_size: int,
+) -> list[str]:
+    """What has no meaning; the platform and the sizes make no difference."""
+    reasons = []
+    for what, given in (("q, k and v", dtype), ("pages", page_dtype)):
+        if not jnp.issubdtype(given, jnp.floating):
+            reasons.append(f"{what} of {jnp.dtype(given).name} are not floating-point numbers")
+    if num_heads % num_kv_heads:
+        reasons.append(f"{num_heads} query heads do not share {num_kv_heads} KV heads evenly")
+    if head_size < 1 or page_size < 1:
+        reasons.append(f"head size {head_size} and page size {page_size} must be positive")
+    return reasons
 
 
 def row_positions(batch: PagedBatch, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -135,8 +158,6 @@ def paged_attention(
     needed = (jnp.max(batch.kv_lens) + pages_per_block * page_size - 1) // (
         pages_per_block * page_size
     )
-    out, _, total = lax.fori_loop(
-        0, needed, fold, (jnp.zeros((*shape, head_size)), top, total)
-    )
+    out, _, total = lax.fori_loop(0, needed, fold, (jnp.zeros((*shape, head_size)), top, total))
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
     return out.reshape(q.shape).astype(q.dtype), pages

@@ -1,0 +1,215 @@
+"""The inner loops of attention on CPUs: small tiles of products, and the softmax of a block.
+
+Step 6b. A *panel* is up to 3 * LANES query rows of one KV head (row = query token, query head of
+the group). Its scores stand transposed, [kv positions, panel width], so that every operation on
+them is a plain vector operation over rows, and a row's arithmetic is the same whatever rows share
+its panel: a key's product with a query is one chain of multiply-adds over the head's dimensions,
+a sum over positions one chain in ascending order. Nothing here depends on the tile's size except
+the speed. Knows nothing of pages or batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+
+from pallas_kernels.ffi import vectors
+from pallas_kernels.ffi.abi import I32, compiled, named
+from pallas_kernels.ffi.vectors import LANES, Emitter, offset, procedure
+
+ADDRESS, SIZE = types.intp, types.intp
+#: Running maximum before any score, and the score of a position that a row must not see. The
+#: second is so much lower that its weight is exactly zero, also before any score was seen.
+EMPTY, MASKED = -1e29, -1e30
+VECTOR_BYTES = 4 * LANES
+#: Kv positions per tile for panels of 1, 2 and 3 vectors: at most 12 sums stay in registers.
+SCORE_ROWS = {1: 8, 2: 4, 3: 4}
+#: Query rows per tile of the value product and its width in vectors.
+VALUE_VECTORS = {6: 2, 3: 4, 1: 4}
+
+
+def _score_tile(rows: int, width: int) -> Any:
+    """out[s, :] = sum over d of k[s, d] * q[d, :] for `rows` positions, `width` vectors."""
+
+    @procedure(ADDRESS, SIZE, ADDRESS, SIZE, ADDRESS)
+    def score_tile(b: Any, k: Any, k_stride: Any, q: Any, head_size: Any, out: Any) -> None:
+        e = Emitter(b, LANES)
+        sums = [[_variable(e) for _ in range(width)] for _ in range(rows)]
+        starts = [offset(b, k, row, k_stride) for row in range(rows)]
+        with vectors.loop(b, head_size) as d:
+            q_row = offset(b, q, d, width * VECTOR_BYTES)
+            query = [e.load(offset(b, q_row, i, VECTOR_BYTES)) for i in range(width)]
+            for row in range(rows):
+                key = e.splat_from(offset(b, starts[row], d, 4))
+                for i in range(width):
+                    b.store(e.muladd(key, query[i], b.load(sums[row][i])), sums[row][i])
+        for row in range(rows):
+            for i in range(width):
+                place = offset(b, out, row * width + i, VECTOR_BYTES)
+                e.store(b.load(sums[row][i]), place)
+
+    return score_tile
+
+
+def _value_tile(rows: int, width: int, lanes: int) -> Any:
+    """out[r, :] += sum over s of p[s, r] * v[s, :] for `rows` rows, `width` vectors of `lanes`."""
+
+    @procedure(ADDRESS, SIZE, ADDRESS, SIZE, SIZE, ADDRESS, SIZE)
+    def value_tile(
+        b: Any, p: Any, p_stride: Any, v: Any, v_stride: Any, count: Any, out: Any, stride: Any
+    ) -> None:
+        e = Emitter(b, lanes)
+        places = [
+            [offset(b, offset(b, out, row, stride), i, 4 * lanes) for i in range(width)]
+            for row in range(rows)
+        ]
+        sums = [[_variable(e, e.load(place)) for place in row] for row in places]
+        with vectors.loop(b, count) as s:
+            v_row = offset(b, v, s, v_stride)
+            p_row = offset(b, p, s, p_stride)
+            values = [e.load(offset(b, v_row, i, 4 * lanes)) for i in range(width)]
+            for row in range(rows):
+                weight = e.splat_from(offset(b, p_row, row, 4))
+                for i in range(width):
+                    b.store(e.muladd(weight, values[i], b.load(sums[row][i])), sums[row][i])
+        for row in range(rows):
+            for i in range(width):
+                e.store(b.load(sums[row][i]), places[row][i])
+
+    return value_tile
+
+
+def _variable(e: Emitter, start: Any = None) -> Any:
+    """A vector variable, kept in a register by the optimiser."""
+    place = cgutils.alloca_once(e.builder, e.floats)
+    e.builder.store(e.constant(0.0) if start is None else start, place)
+    return place
+
+
+@procedure(ADDRESS, SIZE, SIZE, types.float32)
+def cap_column(b: Any, scores: Any, stride: Any, count: Any, cap: Any) -> None:
+    """x -> cap * tanh(z), where scores hold 2 * log2(e) * z; tanh(z) = 1 - 2 / (1 + e**(2 z))."""
+    e = Emitter(b, LANES)
+    one, two, limit = e.constant(1.0), e.constant(2.0), e.constant(60.0)
+    capped = e.splat(cap)
+    with vectors.loop(b, count) as s:
+        place = offset(b, scores, s, stride)
+        x = e.load(place)
+        x = b.select(b.fcmp_ordered(">", x, limit), limit, x)
+        ratio = b.fdiv(two, b.fadd(one, e.exp2(x)))
+        e.store(b.fmul(capped, b.fsub(one, ratio)), place)
+
+
+@procedure(ADDRESS, SIZE, SIZE, types.int32, ADDRESS, ADDRESS)
+def mask_column(
+    b: Any, scores: Any, stride: Any, count: Any, first: Any, low: Any, high: Any
+) -> None:
+    """Hides positions below low[row] and above high[row]; the first row of scores is `first`."""
+    e = Emitter(b, LANES)
+    lows, highs, masked = e.load_ints(low), e.load_ints(high), e.constant(MASKED)
+    with vectors.loop(b, count) as s:
+        place = offset(b, scores, s, stride)
+        position = e.splat(b.add(first, b.trunc(s, I32)))
+        seen = b.and_(b.icmp_signed(">=", position, lows), b.icmp_signed("<=", position, highs))
+        e.store(b.select(seen, e.load(place), masked), place)
+
+
+@procedure(ADDRESS, SIZE, SIZE, ADDRESS, ADDRESS, ADDRESS)
+def soften_column(
+    b: Any, scores: Any, stride: Any, count: Any, top: Any, total: Any, shrink: Any
+) -> None:
+    """Scores become weights 2**(score - top); top and total are updated.
+
+    shrink: what sums made with the old top are to be multiplied by.
+    """
+    e = Emitter(b, LANES)
+    old = e.load(top)
+    highest, added = _variable(e, old), _variable(e)
+    with vectors.loop(b, count) as s:
+        b.store(e.maximum(b.load(highest), e.load(offset(b, scores, s, stride))), highest)
+    new = b.load(highest)
+    with vectors.loop(b, count) as s:
+        place = offset(b, scores, s, stride)
+        weight = e.exp2(b.fsub(e.load(place), new))
+        e.store(weight, place)
+        b.store(b.fadd(b.load(added), weight), added)
+    factor = e.exp2(b.fsub(old, new))
+    e.store(e.muladd(e.load(total), factor, b.load(added)), total)
+    e.store(factor, shrink)
+    e.store(new, top)
+
+
+def _scores_of_panel(width: int) -> Any:
+    """Compiled function: out [count, width * LANES] = k [count, H] . q [H, width * LANES]."""
+    several, single = _score_tile(SCORE_ROWS[width], width), _score_tile(1, width)
+    rows, row_bytes = SCORE_ROWS[width], width * VECTOR_BYTES
+
+    def scores(k: int, stride: int, count: int, q: int, head_size: int, out: int) -> None:
+        s = 0
+        while s + rows <= count:
+            several(k + s * stride, stride, q, head_size, out + s * row_bytes)
+            s += rows
+        while s < count:
+            single(k + s * stride, stride, q, head_size, out + s * row_bytes)
+            s += 1
+
+    return compiled(named(scores, f"scores_{width}"))
+
+
+def _values_of_rows(rows: int) -> Any:
+    """Compiled function: out [rows, H] += p [count, rows] transposed . v [count, H]."""
+    width = VALUE_VECTORS[rows] * LANES
+    wide = _value_tile(rows, VALUE_VECTORS[rows], LANES)
+    vector, scalar = _value_tile(rows, 1, LANES), _value_tile(rows, 1, 1)
+
+    def values(
+        p: int, p_stride: int, v: int, v_stride: int, count: int, head_size: int, out: int
+    ) -> None:
+        d = 0
+        while d + width <= head_size:
+            wide(p, p_stride, v + 4 * d, v_stride, count, out + 4 * d, 4 * head_size)
+            d += width
+        while d + LANES <= head_size:
+            vector(p, p_stride, v + 4 * d, v_stride, count, out + 4 * d, 4 * head_size)
+            d += LANES
+        while d < head_size:
+            scalar(p, p_stride, v + 4 * d, v_stride, count, out + 4 * d, 4 * head_size)
+            d += 1
+
+    return compiled(named(values, f"values_{rows}"))
+
+
+_scores_1, _scores_2, _scores_3 = (_scores_of_panel(width) for width in (1, 2, 3))
+_values_6, _values_3, _values_1 = (_values_of_rows(rows) for rows in (6, 3, 1))
+
+
+@compiled
+def make_scores(
+    k: int, stride: int, count: int, q: int, head_size: int, width: int, out: int
+) -> None:
+    """out [count, width * LANES] = k [count, head_size] . q [head_size, width * LANES]."""
+    if width == 1:
+        _scores_1(k, stride, count, q, head_size, out)
+    elif width == 2:
+        _scores_2(k, stride, count, q, head_size, out)
+    else:
+        _scores_3(k, stride, count, q, head_size, out)
+
+
+@compiled
+def add_values(
+    p: int, p_stride: int, v: int, stride: int, count: int, rows: int, head_size: int, out: int
+) -> None:
+    """out [rows, head_size] += p [count, rows] transposed . v [count, head_size]."""
+    r = 0
+    while r + 6 <= rows:
+        _values_6(p + 4 * r, p_stride, v, stride, count, head_size, out + 4 * r * head_size)
+        r += 6
+    while r + 3 <= rows:
+        _values_3(p + 4 * r, p_stride, v, stride, count, head_size, out + 4 * r * head_size)
+        r += 3
+    while r < rows:
+        _values_1(p + 4 * r, p_stride, v, stride, count, head_size, out + 4 * r * head_size)
+        r += 1
