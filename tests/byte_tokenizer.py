@@ -30,17 +30,12 @@ class ByteTokenizer:
         literal: Sequence[tuple[int, int]] = (),
     ) -> list[int]:
         ids: list[int] = []
-        position = 0
-        while position < len(text):
-            for number, name in enumerate(SPECIAL):
-                inside = any(start <= position < end for start, end in literal)
-                if parse_special and not inside and text.startswith(name, position):
-                    ids.append(256 + number)
-                    position += len(name)
-                    break
-            else:
-                ids += text[position].encode()
-                position += 1
+        done = 0
+        for start, end in self.special_spans(text) if parse_special else []:
+            if not any(low <= start < high for low, high in literal):
+                ids += [*text[done:start].encode(), 256 + SPECIAL.index(text[start:end])]
+                done = end
+        ids += text[done:].encode()
         if add_bos in (True, None) and ids[:1] != [BOS]:
             ids.insert(0, BOS)
         return ids
