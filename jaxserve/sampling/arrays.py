@@ -18,7 +18,6 @@ import numpy.typing as npt
 from jax import lax
 
 from jaxserve.request import SamplingParams
-from jaxserve.sampling.seeds import seed_words
 
 #: Repetition penalties beyond this act the same in float32, and a larger one would overflow.
 _LARGEST_REPETITION = 1e30
@@ -128,7 +127,7 @@ class RowEntry(NamedTuple):
 
 
 def row_template(params: SamplingParams, seed: int) -> RowTemplate:
-    """The unchanging part of a sequence's rows; seed as `derive_seed` made it."""
+    """The unchanging part of a sequence's rows; seed: 64 bits, signed or not."""
     flags = Flag(0)
     for wanted, flag in (
         (params.logprobs is not None, Flag.LOGPROBS),
@@ -137,10 +136,9 @@ def row_template(params: SamplingParams, seed: int) -> RowTemplate:
         (bool(params.bad_words), Flag.BAD_WORDS),
     ):
         flags |= flag if wanted else Flag(0)
-    low, high = seed_words(seed)
     ints = np.zeros(6, np.int32)
     ints[_TOP_K] = min(params.top_k, 2**31 - 1)
-    ints[_SEED_LOW : _SEED_HIGH + 1] = np.array([low, high], np.uint32).view(np.int32)
+    ints[_SEED_LOW : _SEED_HIGH + 1] = np.frombuffer((seed % 2**64).to_bytes(8, "little"), "<i4")
     ints[_FLAGS] = int(flags)
     floats = np.zeros(6, np.float32)
     floats[_TEMPERATURE] = params.temperature

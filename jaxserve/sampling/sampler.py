@@ -40,7 +40,6 @@ def sample_step(
 ) -> tuple[SampleResult, SamplingState]:
     """Samples one token for each row of logits [R, V] and records those of valid rows in the state."""
     logits = logits.astype(jnp.float32)
-    sound = jnp.isfinite(logits.max(1))
     tokens, ok = api.sample(
         adjust_logits(logits, state, rows),
         rows.temperature,
@@ -51,7 +50,7 @@ def sample_step(
         rows.position,
     )
     logprob, top_ids, top_logprobs = _logprobs(logits, tokens, rows)
-    result = SampleResult(tokens, logprob, top_ids, top_logprobs, ok & sound)
+    result = SampleResult(tokens, logprob, top_ids, top_logprobs, ok & api.is_sound(logits))
     return result, record(state, rows, tokens)
 
 

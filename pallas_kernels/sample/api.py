@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pallas_kernels.sample.reference import is_greedy
-from pallas_kernels.sample.xla import filtered_logits, sample, top_logprobs
+from pallas_kernels.sample.xla import filtered_logits, is_sound, sample, top_logprobs
 
-__all__ = ["filtered_logits", "is_greedy", "probabilities", "sample", "top_logprobs"]
+__all__ = ["filtered_logits", "is_greedy", "is_sound", "probabilities", "sample", "top_logprobs"]
 
 
 def probabilities(kept: jax.Array) -> npt.NDArray[np.float64]:

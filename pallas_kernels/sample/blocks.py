@@ -43,13 +43,18 @@ def pad_to_blocks(values: jax.Array, fill: float | int) -> jax.Array:
     return jnp.pad(values, ((0, 0), (0, -values.shape[1] % BLOCK)), constant_values=fill)
 
 
+def flag_broken(values: jax.Array) -> jax.Array:
+    """values with NaN as +inf: XLA's maximum may lose a NaN on a CPU, it never loses +inf."""
+    return jnp.where(values < jnp.inf, values, jnp.inf)
+
+
 def largest(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The largest of each row of values [R, V] and its id, the lowest among equals: two [R].
 
-    One pass; XLA's argmax does several on a CPU. A row with a NaN gives (NaN, 0).
+    One pass; XLA's argmax does several on a CPU. A row with a NaN or +inf gives +inf and some id.
     """
     blocks = pad_to_blocks(values, -jnp.inf).reshape(values.shape[0], -1, BLOCK)
-    maxima = blocks.max(2)
+    maxima = flag_broken(blocks).max(2)
     top = maxima.max(1)
     block = _first_equal(maxima, top)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]

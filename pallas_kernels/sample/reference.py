@@ -77,7 +77,8 @@ def sample(
     A row with a NaN or +inf, or with nothing but -inf, is not ok; its token is a valid id that
     means nothing, and other rows are not touched by it.
     """
-    ok = jnp.isfinite(logits.max(1))
+    ok = ~jnp.any(jnp.isnan(logits) | jnp.isposinf(logits), axis=1)
+    ok &= jnp.any(jnp.isfinite(logits), axis=1)
     logits = jnp.where(ok[:, None], logits, 0.0)
     kept = filtered_logits(logits, temperature, top_k, top_p, min_p)
     chosen = jnp.argmax(kept + noise.gumbel(seed, position, logits.shape[1]), axis=1)

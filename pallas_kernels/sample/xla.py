@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.sample import noise
-from pallas_kernels.sample.blocks import BLOCK, largest, pad_to_blocks, top_blocks, top_k
+from pallas_kernels.sample.blocks import (
+    BLOCK,
+    flag_broken,
+    largest,
+    pad_to_blocks,
+    top_blocks,
+    top_k,
+)
 from pallas_kernels.sample.bounds import (
     INFINITY_BITS,
     Bounds,
@@ -21,6 +28,11 @@ from pallas_kernels.sample.bounds import (
     to_bits,
 )
 from pallas_kernels.sample.reference import is_greedy
+
+
+def is_sound(logits: jax.Array) -> jax.Array:
+    """[R] bool: rows of logits [R, V] without NaN or +inf and with something besides -inf."""
+    return jnp.isfinite(flag_broken(logits).max(1))
 
 
 def filtered_logits(
