@@ -14,9 +14,11 @@ from jax.typing import DTypeLike
 
 from jaxserve.parallel.mesh import LogicalAxes
 
-#: Start values by name; the name is kept with the parameter so that it can be made again, sharded.
+#: Standard deviation of a weight's start values.
+INIT_SCALE = 0.02
+#: Start values by name; the name is kept with the parameter so that it can be made elsewhere.
 INITIALIZERS: dict[str, nnx.Initializer] = {
-    "normal": jax.nn.initializers.normal(0.02),
+    "normal": jax.nn.initializers.normal(INIT_SCALE),
     "zeros": jax.nn.initializers.zeros,
     "ones": jax.nn.initializers.ones,
 }
@@ -36,7 +38,7 @@ def parameter(
     assert len(shape) == len(logical_axes)
     value: jax.Array | jax.ShapeDtypeStruct
     if rngs is None:
-        value = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        value = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # type: ignore[no-untyped-call]
     else:
         value = INITIALIZERS[init](rngs.params(), shape, dtype)
     return nnx.Param(value, logical_axes=logical_axes, init=init)

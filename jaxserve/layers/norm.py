@@ -17,7 +17,9 @@ class RMSNorm(nnx.Module):  # type: ignore[misc]
     float32 in low-precision models, too: they are small and 1 + w would lose bits.
     """
 
-    def __init__(self, size: int, *, eps: float, offset: float, axis: str, rngs: nnx.Rngs | None) -> None:
+    def __init__(
+        self, size: int, *, eps: float, offset: float, axis: str, rngs: nnx.Rngs | None
+    ) -> None:
         init = "ones" if offset == 0.0 else "zeros"
         self.weight = parameter(rngs, (size,), jnp.float32, (axis,), init)
         self.eps = eps

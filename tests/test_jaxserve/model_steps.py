@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 from collections.abc import Mapping
@@ -18,11 +19,14 @@ from checkpoints.safetensors_reader import SafetensorsReader
 from jaxserve.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.layers.attention import DenseAttend, PagedAttend
 from jaxserve.models.decoder import Decoder
+from jaxserve.parallel.mesh import sharding
 from pallas_kernels.paged_attention.reference import KVPages, PagedBatch, paged_attention
 
 PAGE_SIZE = 4
 #: Rows of a step; chunks are smaller and leave padding.
 ROWS = 24
+#: Compiling takes most of the time of these tests; the results are the same.
+COMPILER_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0}
 
 
 class ChangedConfig:
@@ -62,24 +66,30 @@ def make_config(**changes: Any) -> ModelConfig:
     return ModelConfig(**values)
 
 
-def dense_logits(decoder: Decoder, token_ids: list[int]) -> np.ndarray:
-    """Logits float32 [T, V] of a whole sequence at once."""
+def dense_logits(decoder: Decoder, sequences: list[list[int]]) -> list[np.ndarray]:
+    """Logits float32 [T, V] of each sequence, whole and alone."""
     graph, state = nnx.split(decoder)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
     def run(state: Any, tokens: jax.Array) -> jax.Array:
         model = nnx.merge(graph, state)
         return model.logits(model(tokens, jnp.arange(tokens.shape[0]), DenseAttend()))
 
-    padded = token_ids + [0] * (-len(token_ids) % 16)
-    return np.asarray(run(state, jnp.array(padded, jnp.int32)))[: len(token_ids)]
+    rows = max(len(sequence) for sequence in sequences)
+    return [
+        np.asarray(run(state, jnp.array(sequence + [0] * (rows - len(sequence)), jnp.int32)))[
+            : len(sequence)
+        ]
+        for sequence in sequences
+    ]
 
 
 def make_pages(config: ModelConfig, mesh: Mesh, num_pages: int, fill: float) -> KVPages:
     """A pool for all layers, every value `fill`."""
     shape = (config.num_layers * num_pages, config.num_kv_heads, PAGE_SIZE, config.head_size)
-    del mesh
-    return KVPages(jnp.full(shape, fill, jnp.float32), jnp.full(shape, fill, jnp.float32))
+    place = sharding(mesh, ("pages", "kv_heads", "page", "head"), shape)
+    leaf = np.full(shape, fill, np.float32)
+    return KVPages(jax.device_put(leaf, place), jax.device_put(leaf, place))
 
 
 def paged_logits(
@@ -99,7 +109,7 @@ def paged_logits(
     for row, count in enumerate(needed):
         tables[row, :count] = [order.pop() for _ in range(count)]
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
     def run(
         state: Any, pages: KVPages, tokens: jax.Array, positions: jax.Array, batch: PagedBatch
     ) -> tuple[jax.Array, KVPages]:
@@ -123,9 +133,7 @@ def paged_logits(
             positions[span] = np.arange(done[row], done[row] + size)
             done[row] += size
             starts.append(starts[-1] + size)
-        lengths = [
-            end if end > begin else 0 for begin, end in zip(begins, done, strict=True)
-        ]
+        lengths = [end if end > begin else 0 for begin, end in zip(begins, done, strict=True)]
         batch = PagedBatch(
             jnp.array(tables), jnp.array(starts, jnp.int32), jnp.array(lengths, jnp.int32)
         )
