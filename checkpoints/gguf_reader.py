@@ -131,7 +131,8 @@ def _dequantise(
 ) -> npt.NDArray[np.float32]:
     """Blocks are independent of one another, so that all go to `gguf` as a single row."""
     try:
-        values: npt.NDArray[np.float32] = dequantize(blocks.reshape(1, -1), tensor.kind)
+        with np.errstate(invalid="ignore", over="ignore"):  # scales of a damaged file
+            values: npt.NDArray[np.float32] = dequantize(blocks.reshape(1, -1), tensor.kind)
     except NotImplementedError:
         raise CheckpointFormatError(
             f"{path}: tensor {tensor.name} has the format {tensor.kind.name}, which cannot be "
@@ -142,7 +143,7 @@ def _dequantise(
 
 def _run_or_list(rows: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:
     """A slice (no copy) if the rows follow one another."""
-    if rows.size and rows[-1] - rows[0] + 1 == rows.size and (np.diff(rows) == 1).all():
+    if rows.size and (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return rows
 

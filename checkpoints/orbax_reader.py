@@ -101,9 +101,7 @@ class OrbaxReader:
     ) -> dict[str, jax.Array]:
         default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         restore_args = {
-            name: ocp.ArrayRestoreArgs(
-                sharding=wanted.sharding or default, dtype=wanted.dtype, global_shape=wanted.shape
-            )
+            name: ocp.ArrayRestoreArgs(sharding=wanted.sharding or default, dtype=wanted.dtype)
             for name, wanted in members.items()
         }
         args = ocp.args.PyTreeRestore(

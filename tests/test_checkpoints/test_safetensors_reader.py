@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -130,6 +132,41 @@ def test_slices_of_a_tensor_longer_than_one_copy(
     file = SafetensorsFile(tmp_path / "x.safetensors")
     for index in ([], [slice(1, 6, 2)], [slice(None, None, -1), slice(0, 2)], [slice(6, 1, -3)]):
         np.testing.assert_array_equal(file.read("w", index), array[tuple(index)])
+
+
+READ_ALL = """
+import pathlib, re, sys
+from checkpoints.safetensors_reader import SafetensorsFile
+
+def peak():
+    text = pathlib.Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", text)[1]) * 1024
+
+file = SafetensorsFile(pathlib.Path(sys.argv[1]))
+before = peak()
+for name in file.tensors:
+    assert not file.read(name, None).any()
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_reading_a_long_file_does_not_keep_it(tmp_path: pathlib.Path) -> None:
+    """400 MB in ten tensors: never more than a tensor, and what is being copied, is resident."""
+    size = 40 * 10**6
+    header = {
+        f"w{i}": {
+            "dtype": "U8",
+            "shape": [1000, 40_000],
+            "data_offsets": [i * size, (i + 1) * size],
+        }
+        for i in range(10)
+    }
+    path = write_raw(tmp_path / "long.safetensors", header, b"")
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size + 10 * size)
+    grown = int(subprocess.check_output([sys.executable, "-c", READ_ALL, path]))
+    assert size < grown < 2.9 * size
 
 
 def test_every_truncation_is_one_clear_error(tmp_path: pathlib.Path) -> None:
