@@ -24,7 +24,7 @@ from jaxserve.config import DEFAULT_MAX_LEN, EngineConfig, ModelConfig, cache_fo
 from jaxserve.engine.buckets import Bucket, make_buckets
 from jaxserve.engine.compilation import CompilationLog, use_persistent_cache
 from jaxserve.engine.compiling import compile_bucket, compile_programs, temporary_bytes
-from jaxserve.engine.device_state import LoadedModel, make_device_state
+from jaxserve.engine.device_state import LoadedModel, device_state_maker
 from jaxserve.engine.engine import AdmissionLimits, Engine
 from jaxserve.engine.memory import MemoryPlan, free_bytes, page_bytes, plan_pages
 from jaxserve.engine.metrics import EngineMetrics
@@ -38,6 +38,10 @@ from jaxserve.models.loading import load_model, make_random_model
 from jaxserve.models.registry import read_model_config
 from jaxserve.parallel.mesh import make_mesh
 from jaxserve.sampling.limits import SamplingLimits
+from pallas_kernels import dispatch
+from pallas_kernels.errors import KernelError
+from pallas_kernels.paged_attention import cpu
+from pallas_kernels.paged_attention.api import paged_attention
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -58,8 +62,9 @@ def make_engine(
         path = model if model is not None else resolve_model(config.model, cache_folder())
         device = _load(config, path)
     max_len, pages_per_sequence = choose_context(config, device.config)
-    op, kernels = _choose_kernels(config, device)
     buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
+    with _timed(seconds, "kernels"):
+        op, kernels = _choose_kernels(config, device)
     with _timed(seconds, "plan"):
         memory = _plan_memory(config, device, op, buckets[-1], pages_per_sequence)
     capacity = (memory.num_pages - 1) * config.page_size
@@ -67,7 +72,7 @@ def make_engine(
         logger.warning("the pool holds %d tokens: requests are limited to that", capacity)
         max_len = capacity
         pages_per_sequence = memory.num_pages - 1
-    make_state = functools.partial(make_device_state, config, device, memory.num_pages)
+    make_state = device_state_maker(config, device, memory.num_pages)
     with _timed(seconds, "compile"):
         programs = compile_programs(
             config, device, op, buckets, pages_per_sequence, memory.num_pages
@@ -167,9 +172,33 @@ def choose_context(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
 def _choose_kernels(
     config: EngineConfig, device: LoadedModel
 ) -> tuple[PagedAttentionOp, dict[str, str]]:
-    from pallas_kernels.paged_attention.reference import paged_attention
+    """The ops' implementations, and what the log says of them."""
+    model, split = device.config, config.tensor_parallel
+    try:
+        choice = dispatch.choose(
+            "paged_attention",
+            platform=device.mesh.devices.flat[0].platform,
+            kernels=resolve_kernels(config),
+            dtype=device.dtype,
+            page_dtype=device.dtype,
+            num_heads=model.num_heads // split,
+            num_kv_heads=model.num_kv_heads // split,
+            head_size=model.head_size,
+            page_size=config.page_size,
+        )
+    except KernelError as error:
+        raise UsageError(str(error)) from None
+    if choice.implementation == "cpu":
+        cpu.load(cache_folder() / "kernels")
+    op = functools.partial(paged_attention, implementation=choice)
+    return op, {choice.op: str(choice)}
 
-    return paged_attention, {"paged_attention": "reference"}
+
+def resolve_kernels(config: EngineConfig) -> str:
+    """--kernels, or the environment's JAXSERVE_KERNELS where the flag says auto."""
+    if config.kernels == dispatch.AUTO:
+        return dispatch.kernels_from_environment()
+    return config.kernels
 
 
 def _plan_memory(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -17,7 +17,7 @@ from jaxserve.engine.programs import Weights, abstract
 from jaxserve.parallel.mesh import sharding
 from jaxserve.sampling.limits import SamplingLimits
 from jaxserve.sampling.state import SamplingState, make_state
-from pallas_kernels.paged_attention.reference import KVPages
+from pallas_kernels.paged_attention.api import KVPages, make_pages
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,19 +32,27 @@ class LoadedModel:
     weights: Weights
 
 
-def make_device_state(
+def device_state_maker(
     config: EngineConfig, device: LoadedModel, num_pages: int
-) -> tuple[KVPages, SamplingState]:
-    """Zeroed pages of all layers, and a fresh sampling state, placed on the mesh."""
-    stand_ins = abstract_device_state(config, device, num_pages)
+) -> Callable[[], tuple[KVPages, SamplingState]]:
+    """Makes zeroed pages of all layers and a fresh sampling state, placed on the mesh.
 
-    def zeros() -> tuple[KVPages, SamplingState]:
-        pages = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), stand_ins[0])
-        return pages, make_state(config.max_num_seqs, device.config.vocab_size, SamplingLimits())
+    May be called again after a failed step; later calls compile nothing.
+    """
+    stand_ins, sampling = abstract_device_state(config, device, num_pages)
+    make_sampling = jax.jit(
+        functools.partial(
+            make_state, config.max_num_seqs, device.config.vocab_size, SamplingLimits()
+        ),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, sampling),
+    )
 
-    placed = jax.tree.map(lambda leaf: leaf.sharding, stand_ins)
-    made: tuple[KVPages, SamplingState] = jax.jit(zeros, out_shardings=placed)()
-    return made
+    def make() -> tuple[KVPages, SamplingState]:
+        leaf = stand_ins.k
+        pages = make_pages(*leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        return pages, make_sampling()
+
+    return make
 
 
 def abstract_device_state(

@@ -61,5 +61,5 @@ def log_report(report: EngineReport) -> None:
         report.compilation.total,
         report.seconds["compile"],
         report.compilation.cache_hits,
-        ", ".join(f"{op}: {choice}" for op, choice in report.kernels.items()),
+        "; ".join(report.kernels.values()),
     )

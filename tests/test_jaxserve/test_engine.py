@@ -91,7 +91,14 @@ class CountingRunner:
 
 
 def make_engine(
-    pages=64, slots=4, tokens=16, page_size=4, max_len=100, caching=True, asynchronous=True, **limits
+    pages=64,
+    slots=4,
+    tokens=16,
+    page_size=4,
+    max_len=100,
+    caching=True,
+    asynchronous=True,
+    **limits,
 ):
     runner = CountingRunner(page_size)
     scheduler = Scheduler(
@@ -162,7 +169,9 @@ def test_stop_token_ids_and_min_tokens():
     answer = expected([3], 12)
     engine.add(request("early", [3], max_tokens=12, stop_token_ids=[answer[4]], ignore_eos=True))
     engine.add(
-        request("held", [3], max_tokens=12, stop_token_ids=[answer[4]], min_tokens=6, ignore_eos=True)
+        request(
+            "held", [3], max_tokens=12, stop_token_ids=[answer[4]], min_tokens=6, ignore_eos=True
+        )
     )
     outputs = run(engine)
     assert tokens_of(outputs["early"]) == answer[:5]

@@ -153,9 +153,7 @@ request = st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2), s
 def test_any_mixture_ends_with_all_tokens_and_all_pages_free(
     requests, pages, slots, tokens, caching, lag
 ):
-    scheduler = make_scheduler(
-        num_pages=pages, slots=slots, tokens=tokens, prefix_caching=caching
-    )
+    scheduler = make_scheduler(num_pages=pages, slots=slots, tokens=tokens, prefix_caching=caching)
     sequences = [
         make_sequence(order, [kind] * length, answer, priority)
         for order, (length, answer, priority, kind) in enumerate(requests)
