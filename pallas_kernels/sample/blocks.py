@@ -32,10 +32,13 @@ class TopBlocks(NamedTuple):
 
 
 def top_k(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k`, kept apart: XLA falls back to a full sort where a slice of it is fused in."""
-    barrier: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]] = lax.optimization_barrier
-    largest, ids = barrier(tuple(lax.top_k(values, count)))
-    return largest, ids
+    """`lax.top_k`, kept apart: XLA falls back to a full sort where a slice of it is fused in.
+
+    Two barriers, because one around both results makes XLA's compiler abort on a mesh.
+    """
+    barrier: Callable[[jax.Array], jax.Array] = lax.optimization_barrier
+    best, ids = lax.top_k(values, count)
+    return barrier(best), barrier(ids)
 
 
 def pad_to_blocks(values: jax.Array, fill: float | int) -> jax.Array:
