@@ -46,6 +46,8 @@ from jaxserve.request import GenerationRequest
 
 #: How long an engine may take to say that it took or refused a request.
 ACCEPT_SECONDS = 30.0
+#: What a last goodbye may take.
+LINGER_MILLISECONDS = 200
 #: Messages that are read before other greenlets get their turn.
 _READ_IN_A_ROW = 16
 
@@ -189,7 +191,7 @@ class EngineClient:
     def _connect(self, address: str) -> Any:
         socket = self._context.socket(zmq.DEALER)
         socket.identity = f"{os.getpid()}-{uuid.uuid4().hex[:8]}".encode()
-        socket.linger = 200  # milliseconds for a last goodbye
+        socket.linger = LINGER_MILLISECONDS
         socket.sndhwm = socket.rcvhwm = 0
         socket.immediate = 1  # never queue for an engine that is not there
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -260,8 +262,8 @@ class EngineClient:
         self._send(Goodbye())
         gevent.killall(self._greenlets)
         self._socket.disable_monitor()
-        self._socket.close()
-        self._context.term()
+        self._events.close(0)
+        self._context.destroy(LINGER_MILLISECONDS)
 
     def _send(self, message: object) -> None:
         try:
