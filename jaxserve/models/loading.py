@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -24,11 +25,9 @@ from jaxserve.layers.linear import INIT_SCALE
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.family import Family
 from jaxserve.models.registry import check_config, find_family, read_model_config
+from jaxserve.models.shards import random_shard, read_shard
 from jaxserve.models.sources import Source
 from jaxserve.parallel.mesh import check_divisible, sharding
-
-#: How much of a tensor is read and converted at a time.
-BLOCK_BYTES = 32 * 2**20
 
 #: Random weights repeat after so many (a prime, so that no two rows of a matrix are equal).
 RANDOM_TABLE_SIZE = 4_000_037
@@ -37,6 +36,15 @@ RANDOM_TABLE_SIZE = 4_000_037
 IGNORED_ENDINGS = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
 MakeArray = Callable[[str, nnx.Param[jax.Array], jax.NamedSharding], jax.Array]
+
+
+@runtime_checkable
+class RestoringReader(Protocol):
+    """A reader that can put whole tensors on the mesh by itself, as Orbax can."""
+
+    def restore(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Arrays by the checkpoint's names, in the dtypes and shardings that are asked for."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +106,13 @@ def load_model(
     infos = parameter_infos(config, dtype)
     sources = {path: find_source(config, family, path, info) for path, info in infos.items()}
     check_sources(reader, config, sources)
+    check_divisible(config, mesh)
+    ready = restore_plain(reader, infos, sources, mesh)
 
     def make(path: str, param: nnx.Param[jax.Array], place: jax.NamedSharding) -> jax.Array:
         del param
+        if path in ready:
+            return ready.pop(path)
         return load_parameter(reader, sources[path], infos[path], place)
 
     return config, _fill(config, mesh, dtype, make)
@@ -125,6 +137,32 @@ def check_sources(
     check_tensors(expected, reader, ignore=ignore)
 
 
+def restore_plain(
+    reader: CheckpointReader,
+    infos: dict[str, ParameterInfo],
+    sources: dict[str, Source],
+    mesh: Mesh,
+) -> dict[str, jax.Array]:
+    """By path, what the reader can put on the mesh by itself (Orbax): tensors stored as they are."""
+    if not isinstance(reader, RestoringReader):
+        return {}
+    plain = {
+        path: source
+        for path, source in sources.items()
+        if source == Source(name=source.name, shape=infos[path].shape)
+    }
+    wanted = {
+        source.name: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            infos[path].shape,
+            infos[path].dtype,
+            sharding=sharding(mesh, infos[path].logical_axes, infos[path].shape),
+        )
+        for path, source in plain.items()
+    }
+    arrays = reader.restore(wanted)
+    return {path: arrays[source.name] for path, source in plain.items()}
+
+
 def load_parameter(
     reader: CheckpointReader, source: Source, info: ParameterInfo, place: jax.NamedSharding
 ) -> jax.Array:
@@ -141,41 +179,6 @@ def load_parameter(
         )
 
     return jax.make_array_from_callback(info.shape, place, callback)
-
-
-def read_shard(
-    reader: CheckpointReader, source: Source, bounds: tuple[tuple[int, int], ...], dtype: np.dtype
-) -> np.ndarray:
-    """The part of a parameter within `bounds` (start and end per axis), in its final dtype."""
-    (start, stop), columns = bounds[0], tuple(slice(*bound) for bound in bounds[1:])
-    row_bytes = 4 * int(np.prod(source.shape[1:], dtype=np.int64))
-    unit = source.interleaved_head or 1
-    assert start % unit == 0, (source, bounds)
-    assert stop % unit == 0, (source, bounds)
-    step = max(1, BLOCK_BYTES // (row_bytes * unit)) * unit
-
-    def read_rows(begin: int, end: int) -> np.ndarray:
-        rows = slice(source.first_row + begin, source.first_row + end)
-        block = reader.read(source.name, (rows, *columns))
-        if source.interleaved_head is not None:
-            block = separate_pairs(block, source.interleaved_head)
-        if source.add:
-            block = block.astype(np.float32) + np.float32(source.add)
-        return block.astype(dtype, copy=False)
-
-    if stop - start <= step:
-        return read_rows(start, stop)
-    out = np.empty(tuple(end - begin for begin, end in bounds), dtype)
-    for row in range(start, stop, step):
-        end = min(row + step, stop)
-        out[row - start : end - start] = read_rows(row, end)
-    return out
-
-
-def separate_pairs(rows: np.ndarray, head_size: int) -> np.ndarray:
-    """Rows of whole heads [heads * H, ...], from pair order (0, H/2, 1, ...) to halves."""
-    pairs = rows.reshape(-1, head_size // 2, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def make_random_model(config: ModelConfig, mesh: Mesh, *, dtype: DTypeLike, seed: int) -> Decoder:
@@ -207,14 +210,3 @@ def make_random_model(config: ModelConfig, mesh: Mesh, *, dtype: DTypeLike, seed
         return jax.make_array_from_callback(value.shape, place, callback)
 
     return _fill(config, mesh, dtype, make)
-
-
-def random_shard(
-    table: np.ndarray, offset: int, width: int, rows: range, columns: range, dtype: np.dtype
-) -> np.ndarray:
-    """Elements [rows, columns] of a matrix of `width` columns that runs through the table."""
-    out = np.empty((len(rows), len(columns)), dtype)
-    across = np.arange(columns.start, columns.stop)
-    for number, row in enumerate(rows):
-        out[number] = np.take(table, offset + row * width + across, mode="wrap")
-    return out

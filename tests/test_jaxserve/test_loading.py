@@ -17,11 +17,15 @@ from flax import nnx
 from model_steps import dense_logits, make_config, open_golden
 
 from checkpoints.errors import CheckpointFormatError
+from checkpoints.open import open_checkpoint
+from checkpoints.orbax_reader import OrbaxReader
+from checkpoints.orbax_writer import write_checkpoint
 from checkpoints.reader import CheckpointReader, TensorInfo
 from jaxserve.errors import UsageError
-from jaxserve.models import loading
+from jaxserve.models import shards
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.loading import load_model, make_random_model, read_shard, separate_pairs
+from jaxserve.models.loading import load_model, make_random_model
+from jaxserve.models.shards import read_shard, separate_pairs
 from jaxserve.models.sources import Source
 from jaxserve.parallel.mesh import make_mesh
 
@@ -164,7 +168,7 @@ def test_each_device_reads_only_its_part() -> None:
 
 
 def test_parts_larger_than_a_block_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "BLOCK_BYTES", 16 * 32 * 4)
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 16 * 32 * 4)
     reader = to_gguf(llama_hf())
     _, decoder = load_model(reader, make_mesh(1), dtype=jnp.bfloat16)
     assert max(shape[0] for _, shape in reader.reads) <= 32
@@ -248,6 +252,39 @@ def test_heads_that_cannot_be_split_are_refused_before_reading() -> None:
     assert not reader.reads
 
 
+@pytest.mark.parametrize("convention", ["hf", "gguf"])
+def test_orbax_restores_into_the_shardings(convention: str, tmp_path: pathlib.Path) -> None:
+    source = llama_hf() if convention == "hf" else to_gguf(llama_hf())
+    write_checkpoint(
+        tmp_path / "model",
+        convention=convention,
+        config=source.config,
+        tensors=source.arrays.items(),
+        tokenizer=None,
+    )
+    reader = open_checkpoint(tmp_path / "model")
+    assert isinstance(reader, OrbaxReader)
+    read = reader.read
+    reads: list[str] = []
+
+    def spy(name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        reads.append(name)
+        return read(name, index)
+
+    reader.read = spy  # type: ignore[method-assign]
+    _, decoder = load_model(reader, make_mesh(4), dtype=jnp.float32)
+    # Only what is laid out otherwise (llama.cpp's q and k) goes through our own reading.
+    assert {name.split(".")[2] for name in reads} == (
+        set() if convention == "hf" else {"attn_q", "attn_k"}
+    )
+    _, wanted = load_model(llama_hf(), make_mesh(4), dtype=jnp.float32)
+    found = parameters(decoder)
+    for path, array in parameters(wanted).items():
+        np.testing.assert_array_equal(found[path], array, err_msg=path)
+    shards = decoder.layers[0].ffn.up.weight.get_value().addressable_shards
+    assert [shard.data.shape for shard in shards] == [(12, 32)] * 4
+
+
 def test_random_weights_do_not_depend_on_the_mesh() -> None:
     config = make_config(tie_embeddings=False, attention_bias=True)
     one = parameters(make_random_model(config, make_mesh(1), dtype=jnp.bfloat16, seed=4))
@@ -285,7 +322,7 @@ jax.block_until_ready(leaves)
 print(json.dumps({
     "extra": status("VmHWM") - before,
     "final": sum(leaf.nbytes for leaf in leaves),
-    "largest": max(leaf.size * 4 for leaf in leaves),
+    "largest": max(leaf.nbytes for leaf in leaves),
 }))
 """
 
