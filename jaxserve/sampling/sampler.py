@@ -38,10 +38,7 @@ class SampleResult(NamedTuple):
 def sample_step(
     logits: jax.Array, state: SamplingState, rows: SampleRows
 ) -> tuple[SampleResult, SamplingState]:
-    """Samples one token for each row of logits [R, V] and records those of valid rows in the state.
-
-    On a mesh the logits must be replicated: XLA cannot partition the top-k inside.
-    """
+    """Samples one token for each row of logits [R, V] and records those of valid rows in the state."""
     logits = logits.astype(jnp.float32)
     tokens, ok = api.sample(
         adjust_logits(logits, state, rows),
