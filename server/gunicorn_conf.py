@@ -15,6 +15,7 @@ _settings = FrontSettings.from_environment()
 bind = f"fd://{_settings.listen_fd}"
 workers = _settings.server.workers
 worker_class = "server.gunicorn_worker.FrontWorker"
+logger_class = "server.gunicorn_worker.FrontLogger"
 worker_connections = 8000  # open connections per worker; one more would wait
 backlog = 4096
 keepalive = 5  # seconds; an idle connection delays the end of a drain by as much

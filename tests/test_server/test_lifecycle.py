@@ -192,3 +192,10 @@ def test_two_workers_and_a_second_signal(start_server: Start) -> None:
     assert server.wait(3) == 1
     assert not any(map(alive, children))
     connection.close()
+
+
+def test_model_that_the_front_end_cannot_read_is_one_line(start_server: Start) -> None:
+    engine = EngineConfig(model="nowhere/at/all.gguf")
+    server = start_server(engine=engine, front_app="server.worker:make_app()")
+    assert server.wait(20) == 1
+    assert server.errors.read_text() == "error: nowhere/at/all.gguf does not exist\n"
