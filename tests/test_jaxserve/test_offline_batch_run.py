@@ -191,7 +191,7 @@ def test_repeated_custom_ids_are_each_answered(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
-def test_thousands_of_lines_in_constant_memory(tmp_path: pathlib.Path) -> None:
+def test_memory_does_not_grow_with_the_file(tmp_path: pathlib.Path) -> None:
     def peak(number: int) -> int:
         source = write_lines(tmp_path / f"in{number}", [line(n % 1000) for n in range(number)])
         engine = AlphabetEngine()
@@ -204,7 +204,16 @@ def test_thousands_of_lines_in_constant_memory(tmp_path: pathlib.Path) -> None:
         return size
 
     peak(50)  # what is loaded on first use
-    assert peak(3000) < peak(300) + 100_000
+    assert peak(1000) < peak(200) + 50_000
+
+
+def test_thousands_of_lines_are_each_answered_once(tmp_path: pathlib.Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(4000)])
+    engine = AlphabetEngine()
+    count = run_file(source, tmp_path / "out.jsonl", engine, max_open=64)
+    assert count.lines == 4000
+    assert engine.most_open == 64
+    _assert_each_once(tmp_path / "out.jsonl", 4000)
 
 
 def test_a_broken_engine_ends_the_run_and_open_lines_are_not_done(tmp_path: pathlib.Path) -> None:
