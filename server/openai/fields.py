@@ -53,6 +53,12 @@ def refuse_unsupported(body: GenerationBody) -> None:
         )
     if isinstance(body, CompletionBody):
         _check_best_of(body)
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise RequestError(
+            "stream_options.include_obfuscation is not supported by this server; leave it out",
+            param="stream_options",
+            code="unsupported_parameter",
+        )
     if body.stream_options is not None and not body.stream:
         raise RequestError(
             "stream_options may be given only with stream: true", param="stream_options"

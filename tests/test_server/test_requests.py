@@ -207,6 +207,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
     ({"logit_bias": {"260": 1}}, "logit_bias"),  # 23
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
