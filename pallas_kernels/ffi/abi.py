@@ -160,16 +160,23 @@ I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64
 FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
 
 
+# Nothing here is called from Python: wrappers for that would only cost compile time.
+_OPTIONS = {
+    "boundscheck": False,
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+
+
 def compiled(function: Callable[Params, Result]) -> Callable[Params, Result]:
     """Compile for use inside a handler: IEEE arithmetic, no checks, no exceptions."""
-    return njit(function, boundscheck=False, error_model="numpy", nogil=True)  # type: ignore[no-any-return]
+    return njit(function, **_OPTIONS)  # type: ignore[no-any-return]
 
 
 def inlined(function: Callable[Params, Result]) -> Callable[Params, Result]:
     """As `compiled`, and always inlined into the caller."""
-    return njit(  # type: ignore[no-any-return]
-        function, boundscheck=False, error_model="numpy", nogil=True, forceinline=True
-    )
+    return njit(function, forceinline=True, **_OPTIONS)  # type: ignore[no-any-return]
 
 
 def named(function: Callable[Params, Result], name: str) -> Callable[Params, Result]:
@@ -226,6 +233,19 @@ def _bitcast(numba_from: Any, numba_to: Any, llvm_to: Any) -> Any:
     return primitive(cast)
 
 
+def _either(comparison: str) -> Any:
+    def choose(typing_context: Any, x: Any, y: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            x_wins = builder.icmp_signed(comparison, args[0], args[1])
+            return builder.select(x_wins, args[0], args[1])
+
+        return types.int64(types.int64, types.int64), emit
+
+    return primitive(choose)
+
+
+#: The smaller and the larger of two 64-bit integers.
+smaller, larger = _either("<"), _either(">")
 float_of_bits = _bitcast(types.uint32, types.float32, FLOAT)
 bits_of_float = _bitcast(types.float32, types.uint32, I32)
 
@@ -273,38 +293,53 @@ def text(typing_context: Any, value: Any) -> Any:
     return types.intp(value), emit
 
 
-@inlined
-def argument(frame: int, index: int) -> int:
-    """Address of the i-th operand's buffer struct."""
-    return load_i64(load_i64(frame + FRAME_ARGS) + 8 * index)  # type: ignore[no-any-return]
+def _read(steps: Callable[..., Any]) -> Any:
+    """A primitive of (address, index); a plain function would be compiled once per index."""
+
+    def reader(typing_context: Any, address: Any, index: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def load(place: Any, distance: Any) -> Any:
+                if isinstance(distance, int):
+                    distance = ir.Constant(I64, distance)
+                place = builder.add(place, distance)
+                return builder.load(builder.inttoptr(place, I64.as_pointer()))
+
+            return steps(load, args[0], builder.mul(args[1], ir.Constant(I64, 8)))
+
+        return types.int64(types.intp, types.intp), emit
+
+    return primitive(reader)
 
 
-@inlined
-def result(frame: int, index: int) -> int:
-    """Address of the i-th result's buffer struct."""
-    return load_i64(load_i64(frame + FRAME_RETS) + 8 * index)  # type: ignore[no-any-return]
+#: argument(frame, i), result(frame, i): address of the i-th operand's, result's buffer struct.
+argument = _read(lambda load, frame, at: load(load(frame, FRAME_ARGS), at))
+result = _read(lambda load, frame, at: load(load(frame, FRAME_RETS), at))
+#: attribute(frame, i): address of a scalar attribute's value; attributes are sorted by name.
+attribute = _read(lambda load, frame, at: load(load(load(frame, FRAME_ATTRS), at), SCALAR_VALUE))
+#: size_of(buffer, axis): elements along an axis.
+size_of = _read(lambda load, buffer, at: load(load(buffer, BUFFER_DIMS), at))
 
 
-@inlined
-def attribute(frame: int, index: int) -> int:
-    """Address of the value of a scalar attribute; attributes are sorted by name."""
-    scalar = load_i64(load_i64(frame + FRAME_ATTRS) + 8 * index)
-    return load_i64(scalar + SCALAR_VALUE)  # type: ignore[no-any-return]
+@primitive
+def data_of(typing_context: Any, buffer: Any) -> Any:
+    """Address of a buffer's first element."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.add(args[0], ir.Constant(I64, BUFFER_DATA))
+        return builder.load(builder.inttoptr(place, I64.as_pointer()))
+
+    return types.int64(types.intp), emit
 
 
-@inlined
-def dtype_of(buffer: int) -> int:
-    return load_i32(buffer + BUFFER_DTYPE)  # type: ignore[no-any-return]
+@primitive
+def dtype_of(typing_context: Any, buffer: Any) -> Any:
+    """XLA_FFI_DataType of a buffer."""
 
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.add(args[0], ir.Constant(I64, BUFFER_DTYPE))
+        return builder.load(builder.inttoptr(place, I32.as_pointer()))
 
-@inlined
-def size_of(buffer: int, axis: int) -> int:
-    return load_i64(load_i64(buffer + BUFFER_DIMS) + 8 * axis)  # type: ignore[no-any-return]
-
-
-@inlined
-def data_of(buffer: int) -> int:
-    return load_i64(buffer + BUFFER_DATA)  # type: ignore[no-any-return]
+    return types.int32(types.intp), emit
 
 
 @compiled

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 
 from pallas_kernels.ffi import abi
-from pallas_kernels.ffi.abi import compiled, load_i64, named, primitive, store_i64
+from pallas_kernels.ffi.abi import compiled, load_i64, named, primitive, smaller, store_i64
 
 API_SCHEDULE = abi.Api.XLA_FFI_ThreadPool_Schedule.offset
 API_NUM_THREADS = abi.Api.XLA_FFI_ThreadPool_NumThreads.offset
@@ -152,7 +152,7 @@ def make_parallel_for(item: Callable[[int, int], None], name: str) -> Any:
     compiled_task = compiled(named(task, f"task_{name}"))
 
     def run(frame: int, context: int, count: int) -> None:
-        helpers = min(count, num_threads(frame)) - 1
+        helpers = smaller(count, num_threads(frame)) - 1
         state = 0
         if helpers > 0:
             state = malloc(STATE_BYTES)

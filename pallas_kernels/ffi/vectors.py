@@ -162,16 +162,10 @@ def exp2(typing_context: Any, x: Any) -> Any:
     return types.float32(types.float32), emit
 
 
-@primitive
-def prefetch(typing_context: Any, address: Any) -> Any:
+def emit_prefetch(builder: Any, address: Any) -> None:
     """Asks for the cache line at an address; nothing happens when it is not mapped."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], I8.as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read, keep_in_l2, data = (ir.Constant(I32, i) for i in (0, 2, 1))
-        builder.call(function, [pointer, read, keep_in_l2, data])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), emit
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, keep_in_l2, data = (ir.Constant(I32, i) for i in (0, 2, 1))
+    builder.call(function, [pointer, read, keep_in_l2, data])

@@ -11,15 +11,16 @@ import numba
 import numpy as np
 from numba import types
 
+from pallas_kernels.ffi import abi, vectors
 from pallas_kernels.ffi.abi import (
     bits_of_float,
     compiled,
     float_of_bits,
     inlined,
     load_f32,
-    load_i32,
     load_u16,
     primitive,
+    smaller,
     store_f32,
     store_u16,
 )
@@ -52,35 +53,45 @@ TILE = _record(
 CALL_BYTES, TILE_BYTES = CALL.itemsize, TILE.itemsize
 
 
-def _pointer_to(record: np.dtype[np.void]) -> Any:
-    kind = types.CPointer(numba.from_dtype(record))
+def _record_at(record: np.dtype[np.void]) -> Any:
+    """A primitive: the record that stands at an address."""
+    kind = numba.from_dtype(record)
 
-    def pointer(typing_context: Any, address: Any) -> Any:
+    def at(typing_context: Any, address: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.inttoptr(args[0], context.get_value_type(kind))
 
         return kind(types.intp), emit
 
-    return primitive(pointer)
+    return primitive(at)
 
 
-_call_pointer, _tile_pointer = _pointer_to(CALL), _pointer_to(TILE)
+# Functions take the address and open the record inside: Numba would spell out all fields of a
+# record among the arguments in the name of the function, at a cost in compile time.
+call_at, tile_at = _record_at(CALL), _record_at(TILE)
 
 
-@inlined
-def call_at(address: int) -> Any:
-    return numba.carray(_call_pointer(address), 1)[0]
-
-
-@inlined
-def tile_at(address: int) -> Any:
-    return numba.carray(_tile_pointer(address), 1)[0]
-
-
-@inlined
-def int_at(address: int, index: int) -> Any:
+@primitive
+def int_at(typing_context: Any, address: Any, index: Any) -> Any:
     """An element of an int32 array, as a 64-bit integer."""
-    return np.int64(load_i32(address + 4 * index))
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = vectors.offset(builder, args[0], args[1], 4)
+        value = builder.load(builder.inttoptr(place, abi.I32.as_pointer()))
+        return builder.sext(value, abi.I64)
+
+    return types.int64(types.intp, types.intp), emit
+
+
+@primitive
+def element_bytes(typing_context: Any, is_bf16: Any) -> Any:
+    """2 for bfloat16 and 4 for float32."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        yes = builder.icmp_signed("!=", args[0], vectors.int64(0))
+        return builder.select(yes, vectors.int64(2), vectors.int64(4))
+
+    return types.int64(types.int64), emit
 
 
 @inlined
@@ -103,11 +114,6 @@ def store_float(address: int, index: int, is_bf16: int, value: Any) -> None:
         store_f32(address + 4 * index, value)
 
 
-@inlined
-def element_bytes(is_bf16: int) -> int:
-    return 2 if is_bf16 != 0 else 4
-
-
 @compiled
 def copy_floats(source: int, from_bf16: int, target: int, to_bf16: int, count: int) -> None:
     """`count` floats from one place to another, converted where the types differ."""
@@ -120,11 +126,12 @@ def copy_floats(source: int, from_bf16: int, target: int, to_bf16: int, count: i
 
 
 @compiled
-def place_in_pages(call, sequence: int, head: int, position: int) -> Any:
+def place_in_pages(context: int, sequence: int, head: int, position: int) -> Any:
     """Index of the first element, in either pool, of a sequence's position.
 
     A page that the pool does not have is noted and taken to be the trash page.
     """
+    call = call_at(context)
     entry = sequence * call.M + position // call.page_size
     page = int_at(call.tables, entry)
     if page < 0 or page >= call.P:
@@ -137,7 +144,7 @@ def place_in_pages(call, sequence: int, head: int, position: int) -> Any:
 def write_rows(context: int, item: int) -> None:
     """Stores k and v of WRITE_ROWS rows in their pages."""
     call = call_at(context)
-    end = min((item + 1) * WRITE_ROWS, int_at(call.cu_q_lens, call.B))
+    end = smaller((item + 1) * WRITE_ROWS, int_at(call.cu_q_lens, call.B))
     sequence = 0
     for row in range(item * WRITE_ROWS, end):
         while int_at(call.cu_q_lens, sequence + 1) <= row:
@@ -145,7 +152,7 @@ def write_rows(context: int, item: int) -> None:
         position = int_at(call.kv_lens, sequence) - int_at(call.cu_q_lens, sequence + 1) + row
         size = element_bytes(call.pages_bf16)
         for head in range(call.K):
-            place = size * place_in_pages(call, sequence, head, position)
+            place = size * place_in_pages(context, sequence, head, position)
             start = (row * call.K + head) * call.H
             copy_floats(
                 call.k + element_bytes(call.k_bf16) * start,

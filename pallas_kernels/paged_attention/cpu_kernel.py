@@ -31,6 +31,7 @@ from pallas_kernels.ffi.abi import (
     data_of,
     dtype_of,
     free,
+    larger,
     load_f32,
     load_f64,
     load_i64,
@@ -39,13 +40,14 @@ from pallas_kernels.ffi.abi import (
     must_run,
     result,
     size_of,
+    smaller,
     store_f32,
     store_i32,
     store_i64,
     text,
 )
 from pallas_kernels.ffi.pool import atomic_add, make_parallel_for
-from pallas_kernels.ffi.vectors import LANES, exp2, prefetch
+from pallas_kernels.ffi.vectors import LANES, exp2
 from pallas_kernels.paged_attention.cpu_call import (
     CALL_BYTES,
     TILE_BYTES,
@@ -82,43 +84,46 @@ INVALID_ARGUMENT, RESOURCE_EXHAUSTED = abi.INVALID_ARGUMENT, abi.RESOURCE_EXHAUS
 
 
 @compiled
-def prefetch_range(address: int, num_bytes: int) -> None:
-    for line in range(0, num_bytes, LINE):
-        prefetch(address + line)
-
-
-@compiled
-def gather_block(call: Any, sequence: int, head: int, first: int, end: int, k: int, v: int) -> None:
+def gather_block(context: int, sequence: int, head: int, first: int, end: int, k: int, v: int) -> None:
     """Copies positions first..end of k and v, as float32, to [end - first, H] each."""
+    call = call_at(context)
     size = element_bytes(call.pages_bf16)
-    position = first
+    position, as_is = first, np.int64(0)
     while position < end:
-        count = min(end - position, call.page_size - position % call.page_size)
-        place = size * place_in_pages(call, sequence, head, position)
+        count = smaller(end - position, call.page_size - position % call.page_size)
+        place = size * place_in_pages(context, sequence, head, position)
         done = 4 * (position - first) * call.H
-        copy_floats(call.pages_k + place, call.pages_bf16, k + done, 0, count * call.H)
-        copy_floats(call.pages_v + place, call.pages_bf16, v + done, 0, count * call.H)
+        copy_floats(call.pages_k + place, call.pages_bf16, k + done, as_is, count * call.H)
+        copy_floats(call.pages_v + place, call.pages_bf16, v + done, as_is, count * call.H)
         position += count
 
 
 @compiled
 def scores_in_pages(
-    call: Any, sequence: int, head: int, first: int, end: int, queries: int, width: int, out: int
+    context: int, sequence: int, head: int, first: int, end: int, queries: int, width: int, out: int
 ) -> None:
     """`make_scores` for positions first..end, read in place; asks for their values ahead."""
+    call = call_at(context)
     position = first
     while position < end:
-        count = min(end - position, call.page_size - position % call.page_size)
-        place = 4 * place_in_pages(call, sequence, head, position)
-        prefetch_range(call.pages_v + place, 4 * count * call.H)
-        target = out + (position - first) * width * VECTOR_BYTES
-        make_scores(call.pages_k + place, 4 * call.H, count, queries, call.H, width, target)
+        count = smaller(end - position, call.page_size - position % call.page_size)
+        place = 4 * place_in_pages(context, sequence, head, position)
+        make_scores(
+            call.pages_k + place,
+            4 * call.H,
+            count,
+            queries,
+            call.H,
+            width,
+            out + (position - first) * width * VECTOR_BYTES,
+            call.pages_v + place,
+        )
         position += count
 
 
 @compiled
 def values_in_pages(
-    call: Any,
+    context: int,
     sequence: int,
     head: int,
     first: int,
@@ -130,42 +135,43 @@ def values_in_pages(
     out: int,
 ) -> None:
     """`add_values` for positions first..end, read in place; asks for the next block's keys."""
-    position = first
+    call = call_at(context)
+    position, row_bytes = first, width * VECTOR_BYTES
     while position < end:
-        count = min(end - position, call.page_size - position % call.page_size)
-        ahead = position + BLOCK
-        if ahead < limit:
-            place = 4 * place_in_pages(call, sequence, head, ahead)
-            prefetch_range(call.pages_k + place, 4 * min(count, limit - ahead) * call.H)
-        place = 4 * place_in_pages(call, sequence, head, position)
-        row_bytes = width * VECTOR_BYTES
+        count = smaller(end - position, call.page_size - position % call.page_size)
+        values = call.pages_v + 4 * place_in_pages(context, sequence, head, position)
+        ahead = values
+        if position + BLOCK < limit:
+            ahead = call.pages_k + 4 * place_in_pages(context, sequence, head, position + BLOCK)
         source = weights + (position - first) * row_bytes
-        add_values(source, row_bytes, call.pages_v + place, 4 * call.H, count, rows, call.H, out)
+        add_values(source, row_bytes, values, 4 * call.H, count, rows, call.H, out, ahead)
         position += count
 
 
 @compiled
-def row_bounds(call: Any, sequence: int, row: int) -> Any:
+def row_bounds(context: int, sequence: int, row: int) -> Any:
     """First and last position that a row of a sequence's query rows may see."""
+    call = call_at(context)
     start, end = int_at(call.cu_q_lens, sequence), int_at(call.cu_q_lens, sequence + 1)
     high = int_at(call.kv_lens, sequence) - (end - start) + row // call.G
     low = np.int64(0)
     if call.window > 0:
-        low = max(low, high - call.window + 1)
+        low = larger(low, high - call.window + 1)
     return low, high
 
 
 @compiled
-def tile_splits(call: Any, sequence: int, first_row: int, rows: int) -> Any:
+def tile_splits(context: int, sequence: int, first_row: int, rows: int) -> Any:
     """First split that a tile reads, and how many."""
-    low, _ = row_bounds(call, sequence, first_row)
-    _, high = row_bounds(call, sequence, first_row + rows - 1)
+    low, _ = row_bounds(context, sequence, first_row)
+    _, high = row_bounds(context, sequence, first_row + rows - 1)
     return low // SPLIT, high // SPLIT - low // SPLIT + 1
 
 
 @compiled
-def make_tile(call: Any, sequence: int, head: int, first_row: int, rows: int) -> int:
+def make_tile(context: int, sequence: int, head: int, first_row: int, rows: int) -> int:
     """Address of a new tile record with room for its floats; 0 without memory. To be freed."""
+    call = call_at(context)
     panels = (rows + PANEL - 1) // PANEL
     lanes = panels * PANEL
     gathered = np.int64(1 if call.pages_bf16 != 0 or panels > 1 else 0)
@@ -196,19 +202,21 @@ def make_tile(call: Any, sequence: int, head: int, first_row: int, rows: int) ->
 
 
 @compiled
-def fill_tile(call: Any, tile: Any) -> None:
+def fill_tile(context: int, work: int) -> None:
     """Copies the queries, multiplied and transposed, and notes what each row may see.
 
     Lanes beyond the rows hold zeros; what is computed in them is never read.
     """
+    call = call_at(context)
+    tile = tile_at(work)
     start = int_at(call.cu_q_lens, tile.sequence)
     for first in range(0, tile.rows, PANEL):
-        count = min(PANEL, tile.rows - first)
+        count = smaller(PANEL, tile.rows - first)
         lanes = (count + LANES - 1) // LANES * LANES
         out = tile.queries + 4 * first * call.H
         for lane in range(lanes):
-            row = tile.first_row + first + min(lane, count - 1)
-            low, high = row_bounds(call, tile.sequence, row)
+            row = tile.first_row + first + smaller(lane, count - 1)
+            low, high = row_bounds(context, tile.sequence, row)
             store_i32(tile.lows + 4 * (first + lane), np.int32(low))
             store_i32(tile.highs + 4 * (first + lane), np.int32(high))
             query_row = (start + row // call.G) * call.N + tile.head * call.G + row % call.G
@@ -220,8 +228,10 @@ def fill_tile(call: Any, tile: Any) -> None:
 
 
 @compiled
-def start_merged(call: Any, tile: Any) -> None:
+def start_merged(context: int, work: int) -> None:
     """Nothing was seen yet but the sinks: a logit per head that takes weight and adds no value."""
+    call = call_at(context)
+    tile = tile_at(work)
     for row in range(tile.rows):
         top, total = np.float32(EMPTY), np.float32(0)
         if call.has_sinks != 0:
@@ -235,8 +245,10 @@ def start_merged(call: Any, tile: Any) -> None:
 
 
 @compiled
-def merge(call: Any, tile: Any, tops: int, totals: int, sums: int) -> None:
+def merge(context: int, work: int, tops: int, totals: int, sums: int) -> None:
     """Adds the result of one split to the tile's merged result."""
+    call = call_at(context)
+    tile = tile_at(work)
     for row in range(tile.rows):
         old, new = load_f32(tile.merged_tops + 4 * row), load_f32(tops + 4 * row)
         top = new if new > old else old
@@ -253,8 +265,10 @@ def merge(call: Any, tile: Any, tops: int, totals: int, sums: int) -> None:
 
 
 @compiled
-def write_output(call: Any, tile: Any) -> None:
+def write_output(context: int, work: int) -> None:
     """out = merged sums / merged totals, zeros where nothing was seen."""
+    call = call_at(context)
+    tile = tile_at(work)
     start = int_at(call.cu_q_lens, tile.sequence)
     for i in range(tile.rows):
         row = tile.first_row + i
@@ -268,18 +282,29 @@ def write_output(call: Any, tile: Any) -> None:
 
 
 @compiled
-def fold_block(call: Any, tile: Any, panel: int, first: int, end: int, limit: int) -> None:
+def fold_block(context: int, work: int, panel: int, first: int, end: int, limit: int) -> None:
     """Folds positions first..end of one block into the softmax of the panel at row `panel`."""
-    count = min(PANEL, tile.rows - panel)
+    call = call_at(context)
+    tile = tile_at(work)
+    count = smaller(PANEL, tile.rows - panel)
     width = (count + LANES - 1) // LANES
     row_bytes = width * VECTOR_BYTES
     if first > int_at(tile.highs, panel + count - 1) or end <= int_at(tile.lows, panel):
         return  # no row sees any of it
     queries = tile.queries + 4 * panel * call.H
     if tile.gathered != 0:
-        make_scores(tile.block_k, 4 * call.H, end - first, queries, call.H, width, tile.weights)
+        make_scores(
+            tile.block_k,
+            4 * call.H,
+            end - first,
+            queries,
+            call.H,
+            width,
+            tile.weights,
+            tile.block_v,
+        )
     else:
-        scores_in_pages(call, tile.sequence, tile.head, first, end, queries, width, tile.weights)
+        scores_in_pages(context, tile.sequence, tile.head, first, end, queries, width, tile.weights)
     all_seen = first >= int_at(tile.lows, panel + count - 1) and end - 1 <= int_at(
         tile.highs, panel
     )
@@ -307,11 +332,19 @@ def fold_block(call: Any, tile: Any, panel: int, first: int, end: int, limit: in
                 store_f32(sums + 4 * i, shrink * load_f32(sums + 4 * i))
     if tile.gathered != 0:
         add_values(
-            tile.weights, row_bytes, tile.block_v, 4 * call.H, end - first, count, call.H, sums
+            tile.weights,
+            row_bytes,
+            tile.block_v,
+            4 * call.H,
+            end - first,
+            count,
+            call.H,
+            sums,
+            tile.block_v,
         )
     else:
         values_in_pages(
-            call,
+            context,
             tile.sequence,
             tile.head,
             first,
@@ -325,11 +358,13 @@ def fold_block(call: Any, tile: Any, panel: int, first: int, end: int, limit: in
 
 
 @compiled
-def fold_split(call: Any, tile: Any, split: int) -> None:
+def fold_split(context: int, work: int, split: int) -> None:
     """Attention of the tile's rows over the positions of one split: tops, totals and sums."""
-    low, _ = row_bounds(call, tile.sequence, tile.first_row)
-    _, high = row_bounds(call, tile.sequence, tile.first_row + tile.rows - 1)
-    begin, limit = max(low, split * SPLIT), min(high + 1, (split + 1) * SPLIT)
+    call = call_at(context)
+    tile = tile_at(work)
+    low, _ = row_bounds(context, tile.sequence, tile.first_row)
+    _, high = row_bounds(context, tile.sequence, tile.first_row + tile.rows - 1)
+    begin, limit = larger(low, split * SPLIT), smaller(high + 1, (split + 1) * SPLIT)
     lanes = (tile.rows + PANEL - 1) // PANEL * PANEL
     for lane in range(lanes):
         store_f32(tile.tops + 4 * lane, np.float32(EMPTY))
@@ -337,30 +372,33 @@ def fold_split(call: Any, tile: Any, split: int) -> None:
     for i in range(tile.rows * call.H):
         store_f32(tile.sums + 4 * i, np.float32(0))
     for block in range(begin // BLOCK, (limit + BLOCK - 1) // BLOCK):
-        first, end = max(begin, block * BLOCK), min(limit, (block + 1) * BLOCK)
+        first, end = larger(begin, block * BLOCK), smaller(limit, (block + 1) * BLOCK)
         if tile.gathered != 0:
-            gather_block(call, tile.sequence, tile.head, first, end, tile.block_k, tile.block_v)
+            gather_block(context, tile.sequence, tile.head, first, end, tile.block_k, tile.block_v)
         for panel in range(0, tile.rows, PANEL):
-            fold_block(call, tile, panel, first, end, limit)
+            fold_block(context, work, panel, first, end, limit)
 
 
 @compiled
-def finish_splits(call: Any, tile: Any, split: int, num_splits: int) -> None:
+def finish_splits(context: int, work: int, split: int, num_splits: int) -> None:
     """Keeps the result of one of several splits; the last to come merges all, in their order."""
+    call = call_at(context)
+    tile = tile_at(work)
     size = tile.rows * (call.H + 2)
     start = load_i64(call.partial_starts + 8 * tile.sequence) + tile.head * num_splits * size
     place = call.partials + 4 * (start + split * size)
-    copy_floats(tile.tops, 0, place, 0, tile.rows)
-    copy_floats(tile.totals, 0, place + 4 * tile.rows, 0, tile.rows)
-    copy_floats(tile.sums, 0, place + 8 * tile.rows, 0, tile.rows * call.H)
+    as_is = np.int64(0)
+    copy_floats(tile.tops, as_is, place, as_is, tile.rows)
+    copy_floats(tile.totals, as_is, place + 4 * tile.rows, as_is, tile.rows)
+    copy_floats(tile.sums, as_is, place + 8 * tile.rows, as_is, tile.rows * call.H)
     counter = call.counters + 8 * (tile.sequence * call.K + tile.head)
     if atomic_add(counter, 1) != num_splits - 1:
         return
-    start_merged(call, tile)
+    start_merged(context, work)
     for i in range(num_splits):
         place = call.partials + 4 * (start + i * size)
-        merge(call, tile, place, place + 4 * tile.rows, place + 8 * tile.rows)
-    write_output(call, tile)
+        merge(context, work, place, place + 4 * tile.rows, place + 8 * tile.rows)
+    write_output(context, work)
 
 
 @compiled
@@ -387,24 +425,24 @@ def attend_item(context: int, item: int) -> None:
     all_rows = (end - start) * call.G
     one_tile = all_rows <= TILE_ROWS
     first_row = 0 if one_tile else unit * TILE_ROWS
-    rows = min(TILE_ROWS, all_rows - first_row)
-    memory = make_tile(call, sequence, head, first_row, rows)
-    if memory == 0:
+    rows = smaller(TILE_ROWS, all_rows - first_row)
+    work = make_tile(context, sequence, head, first_row, rows)
+    if work == 0:
         call.failed = 2
         return
-    tile = tile_at(memory)
-    fill_tile(call, tile)
-    first_split, num_splits = tile_splits(call, sequence, first_row, rows)
+    tile = tile_at(work)
+    fill_tile(context, work)
+    first_split, num_splits = tile_splits(context, sequence, first_row, rows)
     if one_tile and num_splits > 1:
-        fold_split(call, tile, first_split + unit)
-        finish_splits(call, tile, unit, num_splits)
+        fold_split(context, work, first_split + unit)
+        finish_splits(context, work, unit, num_splits)
     else:
-        start_merged(call, tile)
+        start_merged(context, work)
         for split in range(first_split, first_split + num_splits):
-            fold_split(call, tile, split)
-            merge(call, tile, tile.tops, tile.totals, tile.sums)
-        write_output(call, tile)
-    free(memory)
+            fold_split(context, work, split)
+            merge(context, work, tile.tops, tile.totals, tile.sums)
+        write_output(context, work)
+    free(work)
 
 
 run_writes = make_parallel_for(write_rows, "paged_attention_write_rows")
@@ -412,12 +450,13 @@ run_items = make_parallel_for(attend_item, "paged_attention_attend_item")
 
 
 @compiled
-def plan_items(call: Any) -> Any:
+def plan_items(context: int) -> Any:
     """Fills item_starts and partial_starts.
 
     Returns the number of items, of partial floats and of KV bytes read, or -1 for all where the
     lengths contradict one another.
     """
+    call = call_at(context)
     items, floats, read = np.int64(0), np.int64(0), np.int64(0)
     for sequence in range(call.B):
         store_i64(call.item_starts + 8 * sequence, items)
@@ -434,18 +473,19 @@ def plan_items(call: Any) -> Any:
         if rows > TILE_ROWS:
             items += (rows + TILE_ROWS - 1) // TILE_ROWS * call.K
         else:
-            _, splits = tile_splits(call, sequence, 0, rows)
+            _, splits = tile_splits(context, sequence, np.int64(0), rows)
             items += splits * call.K
             if splits > 1:
                 floats += splits * call.K * rows * (call.H + 2)
-        read += 8 * call.K * call.H * min(length, splits * SPLIT if rows <= TILE_ROWS else length)
+        read += 8 * call.K * call.H * smaller(length, splits * SPLIT if rows <= TILE_ROWS else length)
     store_i64(call.item_starts + 8 * call.B, items)
     return items, floats, read
 
 
 @compiled
-def fill_call(frame: int, call: Any) -> None:
+def fill_call(frame: int, context: int) -> None:
     """Reads operands, results and attributes of a call frame."""
+    call = call_at(context)
     q, k, v, pages = argument(frame, 0), argument(frame, 1), argument(frame, 2), argument(frame, 7)
     call.q, call.k, call.v = data_of(q), data_of(k), data_of(v)
     call.tables, call.cu_q_lens = data_of(argument(frame, 3)), data_of(argument(frame, 4))
@@ -474,8 +514,9 @@ def fill_call(frame: int, call: Any) -> None:
 
 
 @compiled
-def clear_padding(call: Any) -> None:
+def clear_padding(context: int) -> None:
     """Zeros in the output rows that belong to no sequence."""
+    call = call_at(context)
     used = int_at(call.cu_q_lens, call.B)
     size = call.N * call.H
     for i in range(used * size, call.T * size):
@@ -483,10 +524,10 @@ def clear_padding(call: Any) -> None:
 
 
 @compiled
-def run_call(frame: int, memory: int) -> int:
-    """Plans and runs a call whose record stands at `memory`; returns an error or 0."""
-    call = call_at(memory)
-    items, floats, read = plan_items(call)
+def run_call(frame: int, context: int) -> int:
+    """Plans and runs a call whose record stands at `context`; returns an error or 0."""
+    call = call_at(context)
+    items, floats, read = plan_items(context)
     if items < 0:
         return make_error(
             frame, INVALID_ARGUMENT, text("paged_attention: cu_q_lens and kv_lens do not agree")
@@ -501,15 +542,15 @@ def run_call(frame: int, memory: int) -> int:
     blocks = (int_at(call.cu_q_lens, call.B) + WRITE_ROWS - 1) // WRITE_ROWS
     if 8 * call.T * call.K * call.H < 4 * SERIAL_BYTES:
         for i in range(blocks):
-            write_rows(memory, i)
+            write_rows(context, i)
     else:
-        run_writes(frame, memory, blocks)
-    clear_padding(call)
+        run_writes(frame, context, blocks)
+    clear_padding(context)
     if read < SERIAL_BYTES:
         for i in range(items):
-            attend_item(memory, i)
+            attend_item(context, i)
     else:
-        run_items(frame, memory, items)
+        run_items(frame, context, items)
     free(call.partials)
     if call.failed == 1:
         return make_error(
@@ -525,16 +566,16 @@ def handler(frame: int) -> int:
     if not must_run(frame):
         return 0
     sequences, heads = size_of(argument(frame, 3), 0), size_of(argument(frame, 7), 1)
-    memory = malloc(CALL_BYTES + 8 * (2 * sequences + 1 + sequences * heads))
-    if memory == 0:
+    context = malloc(CALL_BYTES + 8 * (2 * sequences + 1 + sequences * heads))
+    if context == 0:
         return make_error(
             frame, RESOURCE_EXHAUSTED, text("paged_attention: no memory for the plan")
         )
-    call = call_at(memory)
-    fill_call(frame, call)
-    call.item_starts = memory + CALL_BYTES
+    call = call_at(context)
+    fill_call(frame, context)
+    call.item_starts = context + CALL_BYTES
     call.partial_starts = call.item_starts + 8 * (sequences + 1)
     call.counters = call.partial_starts + 8 * sequences
-    error = run_call(frame, memory)
-    free(memory)
+    error = run_call(frame, context)
+    free(context)
     return error

@@ -24,6 +24,7 @@ ADDRESS, SIZE = types.intp, types.intp
 #: second is so much lower that its weight is exactly zero, also before any score was seen.
 EMPTY, MASKED = -1e29, -1e30
 VECTOR_BYTES = 4 * LANES
+LINE = 64
 #: Kv positions per tile for panels of 1, 2 and 3 vectors: at most 12 sums stay in registers.
 SCORE_ROWS = {1: 8, 2: 4, 3: 4}
 #: Query rows per tile of the value product and its width in vectors.
@@ -31,14 +32,20 @@ VALUE_VECTORS = {6: 2, 3: 4, 1: 4}
 
 
 def _score_tile(rows: int, width: int) -> Any:
-    """out[s, :] = sum over d of k[s, d] * q[d, :] for `rows` positions, `width` vectors."""
+    """out[s, :] = sum over d of k[s, d] * q[d, :] for `rows` positions, `width` vectors.
 
-    @procedure(ADDRESS, SIZE, ADDRESS, SIZE, ADDRESS)
-    def score_tile(b: Any, k: Any, k_stride: Any, q: Any, head_size: Any, out: Any) -> None:
+    Asks, little by little, for as much memory from `ahead` on as the tile's rows of k take.
+    """
+
+    @procedure(ADDRESS, SIZE, ADDRESS, SIZE, ADDRESS, ADDRESS)
+    def score_tile(
+        b: Any, k: Any, k_stride: Any, q: Any, head_size: Any, out: Any, ahead: Any
+    ) -> None:
         e = Emitter(b, LANES)
         sums = [[_variable(e) for _ in range(width)] for _ in range(rows)]
         starts = [offset(b, k, row, k_stride) for row in range(rows)]
         with vectors.loop(b, head_size) as d:
+            vectors.emit_prefetch(b, offset(b, ahead, d, 4 * rows))
             q_row = offset(b, q, d, width * VECTOR_BYTES)
             query = [e.load(offset(b, q_row, i, VECTOR_BYTES)) for i in range(width)]
             for row in range(rows):
@@ -54,11 +61,22 @@ def _score_tile(rows: int, width: int) -> Any:
 
 
 def _value_tile(rows: int, width: int, lanes: int) -> Any:
-    """out[r, :] += sum over s of p[s, r] * v[s, :] for `rows` rows, `width` vectors of `lanes`."""
+    """out[r, :] += sum over s of p[s, r] * v[s, :] for `rows` rows, `width` vectors of `lanes`.
 
-    @procedure(ADDRESS, SIZE, ADDRESS, SIZE, SIZE, ADDRESS, SIZE)
+    Asks for the memory at the distance `ahead` from what it reads of v.
+    """
+
+    @procedure(ADDRESS, SIZE, ADDRESS, SIZE, SIZE, ADDRESS, SIZE, SIZE)
     def value_tile(
-        b: Any, p: Any, p_stride: Any, v: Any, v_stride: Any, count: Any, out: Any, stride: Any
+        b: Any,
+        p: Any,
+        p_stride: Any,
+        v: Any,
+        v_stride: Any,
+        count: Any,
+        out: Any,
+        stride: Any,
+        ahead: Any,
     ) -> None:
         e = Emitter(b, lanes)
         places = [
@@ -68,6 +86,8 @@ def _value_tile(rows: int, width: int, lanes: int) -> Any:
         sums = [[_variable(e, e.load(place)) for place in row] for row in places]
         with vectors.loop(b, count) as s:
             v_row = offset(b, v, s, v_stride)
+            for line in range(0, 4 * width * lanes, LINE):
+                vectors.emit_prefetch(b, b.add(offset(b, v_row, line, 1), ahead))
             p_row = offset(b, p, s, p_stride)
             values = [e.load(offset(b, v_row, i, 4 * lanes)) for i in range(width)]
             for row in range(rows):
@@ -146,13 +166,17 @@ def _scores_of_panel(width: int) -> Any:
     several, single = _score_tile(SCORE_ROWS[width], width), _score_tile(1, width)
     rows, row_bytes = SCORE_ROWS[width], width * VECTOR_BYTES
 
-    def scores(k: int, stride: int, count: int, q: int, head_size: int, out: int) -> None:
+    def scores(
+        k: int, stride: int, count: int, q: int, head_size: int, out: int, ahead: int
+    ) -> None:
         s = 0
         while s + rows <= count:
-            several(k + s * stride, stride, q, head_size, out + s * row_bytes)
+            place = s * stride
+            several(k + place, stride, q, head_size, out + s * row_bytes, ahead + place)
             s += rows
         while s < count:
-            single(k + s * stride, stride, q, head_size, out + s * row_bytes)
+            place = s * stride
+            single(k + place, stride, q, head_size, out + s * row_bytes, ahead + place)
             s += 1
 
     return compiled(named(scores, f"scores_{width}"))
@@ -165,17 +189,24 @@ def _values_of_rows(rows: int) -> Any:
     vector, scalar = _value_tile(rows, 1, LANES), _value_tile(rows, 1, 1)
 
     def values(
-        p: int, p_stride: int, v: int, v_stride: int, count: int, head_size: int, out: int
+        p: int,
+        p_stride: int,
+        v: int,
+        v_stride: int,
+        count: int,
+        head_size: int,
+        out: int,
+        ahead: int,
     ) -> None:
         d = 0
         while d + width <= head_size:
-            wide(p, p_stride, v + 4 * d, v_stride, count, out + 4 * d, 4 * head_size)
+            wide(p, p_stride, v + 4 * d, v_stride, count, out + 4 * d, 4 * head_size, ahead)
             d += width
         while d + LANES <= head_size:
-            vector(p, p_stride, v + 4 * d, v_stride, count, out + 4 * d, 4 * head_size)
+            vector(p, p_stride, v + 4 * d, v_stride, count, out + 4 * d, 4 * head_size, ahead)
             d += LANES
         while d < head_size:
-            scalar(p, p_stride, v + 4 * d, v_stride, count, out + 4 * d, 4 * head_size)
+            scalar(p, p_stride, v + 4 * d, v_stride, count, out + 4 * d, 4 * head_size, ahead)
             d += 1
 
     return compiled(named(values, f"values_{rows}"))
@@ -187,29 +218,53 @@ _values_6, _values_3, _values_1 = (_values_of_rows(rows) for rows in (6, 3, 1))
 
 @compiled
 def make_scores(
-    k: int, stride: int, count: int, q: int, head_size: int, width: int, out: int
+    k: int, stride: int, count: int, q: int, head_size: int, width: int, out: int, ahead: int
 ) -> None:
-    """out [count, width * LANES] = k [count, head_size] . q [head_size, width * LANES]."""
+    """out [count, width * LANES] = k [count, head_size] . q [head_size, width * LANES].
+
+    Memory from `ahead` on, as much as k takes, is fetched into the cache meanwhile.
+    """
     if width == 1:
-        _scores_1(k, stride, count, q, head_size, out)
+        _scores_1(k, stride, count, q, head_size, out, ahead)
     elif width == 2:
-        _scores_2(k, stride, count, q, head_size, out)
+        _scores_2(k, stride, count, q, head_size, out, ahead)
     else:
-        _scores_3(k, stride, count, q, head_size, out)
+        _scores_3(k, stride, count, q, head_size, out, ahead)
 
 
 @compiled
 def add_values(
-    p: int, p_stride: int, v: int, stride: int, count: int, rows: int, head_size: int, out: int
+    p: int,
+    p_stride: int,
+    v: int,
+    stride: int,
+    count: int,
+    rows: int,
+    head_size: int,
+    out: int,
+    ahead: int,
 ) -> None:
-    """out [rows, head_size] += p [count, rows] transposed . v [count, head_size]."""
+    """out [rows, head_size] += p [count, rows] transposed . v [count, head_size].
+
+    Memory from `ahead` on, as much as v takes, is fetched into the cache meanwhile.
+    """
+    distance = ahead - v
     r = 0
     while r + 6 <= rows:
-        _values_6(p + 4 * r, p_stride, v, stride, count, head_size, out + 4 * r * head_size)
+        _values_6(
+            p + 4 * r, p_stride, v, stride, count, head_size, out + 4 * r * head_size, distance
+        )
+        distance = 0
         r += 6
     while r + 3 <= rows:
-        _values_3(p + 4 * r, p_stride, v, stride, count, head_size, out + 4 * r * head_size)
+        _values_3(
+            p + 4 * r, p_stride, v, stride, count, head_size, out + 4 * r * head_size, distance
+        )
+        distance = 0
         r += 3
     while r < rows:
-        _values_1(p + 4 * r, p_stride, v, stride, count, head_size, out + 4 * r * head_size)
+        _values_1(
+            p + 4 * r, p_stride, v, stride, count, head_size, out + 4 * r * head_size, distance
+        )
+        distance = 0
         r += 1
