@@ -183,7 +183,7 @@ class EngineClient:
         self._submissions: dict[int, Submission] = {}
         self._metrics: dict[int, AsyncResult] = {}
         self._rids = itertools.count(1)
-        self._ready_event = Event()
+        self._heard_event, self._ready_event = Event(), Event()
         self._context = zmq.Context()
         self._socket = self._connect(address)
         self._greenlets = [gevent.spawn(work) for work in (self._read, self._beat, self._monitor)]
@@ -218,6 +218,10 @@ class EngineClient:
         if not self._engine_ready or self._info is None:
             return "the engine is loading the model"
         return None
+
+    def wait_heard(self, timeout: float) -> bool:
+        """Waits until the engine was heard of, whatever it said."""
+        return bool(self._heard_event.wait(timeout))
 
     def wait_ready(self, timeout: float | None = None) -> bool:
         """Waits until the engine was ready once."""
@@ -299,6 +303,7 @@ class EngineClient:
         self.num_running, self.num_waiting = beat.num_running, beat.num_waiting
         if beat.info is not None:
             self._info = beat.info
+        self._heard_event.set()
         if self.ready:
             self._ready_event.set()
 

@@ -23,6 +23,10 @@ from server.app import create_app
 from server.children import USER_ERROR_EXIT
 from server.settings import FrontSettings
 
+#: How long a new worker waits for a running engine's first word before it takes requests, so that
+#: a worker that replaces another does not begin with refusals.
+HEAR_SECONDS = 1.0
+
 
 def make_app() -> flask.Flask:
     """What gunicorn loads. A model that cannot be used ends the worker with one line."""
@@ -48,4 +52,5 @@ def build_app(
         settings.ready_file(os.getpid()).touch()
 
     gevent.spawn(report_ready)
+    client.wait_heard(HEAR_SECONDS)
     return create_app(client, tokenizer, template, settings.engine, settings.server)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import threading
@@ -57,9 +58,13 @@ def test_workers_die_with_the_parent(start_server: Start) -> None:
     server = start_server().wait_ready()
     children = server.children()
     assert len(children) == 2
+    command = pathlib.Path(f"/proc/{server.engine_pid()}/cmdline").read_text().split("\0")
+    folder = pathlib.Path(command[command.index("--address") + 1].removeprefix("ipc://")).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
     server.process.kill()
     server.wait()
     wait_until(lambda: not any(map(alive, children)), 5)
+    shutil.rmtree(folder)  # nobody was left to do it
 
 
 def test_port_in_use(start_server: Start) -> None:
@@ -128,6 +133,8 @@ def _listens(server: RunningServer) -> bool:
 
 def test_silent_and_dead_engines(start_server: Start) -> None:
     server = start_server().wait_ready()
+    _kill_gunicorn(server)
+    assert server.chat("hi", max_tokens=1).status == 200
     os.kill(server.engine_pid(), signal.SIGSTOP)
     try:
         wait_until(lambda: server.call("GET", "/ready").status == 503, 10)
@@ -155,6 +162,13 @@ def test_silent_and_dead_engines(start_server: Start) -> None:
     assert server.chat("hi", max_tokens=3).json["usage"]["completion_tokens"] == 3
     assert "signal SIGKILL; starting it again" in server.errors.read_text()
     assert server.gauge("jaxserve:engine_up") == 1
+
+
+def _kill_gunicorn(server: RunningServer) -> None:
+    """Clients that come meanwhile wait: the parent holds the port."""
+    (master,) = (pid for pid in server.children() if pid != server.engine_pid())
+    os.kill(master, signal.SIGKILL)
+    wait_until(lambda: not alive(master))
 
 
 def test_queue(start_server: Start) -> None:
