@@ -46,18 +46,24 @@ def make_score(path: pathlib.Path) -> Score:
     _, decoder = load_model(open_checkpoint(path), make_mesh(1), dtype=jnp.float32)
     graph, state = nnx.split(decoder)
 
-    @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
     def run(state: Any, tokens: jax.Array) -> jax.Array:
-        out: jax.Array = nnx.merge(graph, state)(tokens, jnp.arange(tokens.shape[0]), DenseAttend())
+        decoder = nnx.merge(graph, state)
+        out: jax.Array = decoder(tokens, jnp.arange(tokens.shape[0]), DenseAttend())
         return out
+
+    run_short = jax.jit(run, compiler_options=COMPILER_OPTIONS)
+    run_long = jax.jit(run)
 
     @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
     def log_probabilities(state: Any, hidden: jax.Array) -> jax.Array:
         return jax.nn.log_softmax(nnx.merge(graph, state).logits(hidden))
 
     def score(ids: list[int]) -> np.ndarray:
-        rows = SHORT_ROWS if len(ids) <= SHORT_ROWS else -(-len(ids) // LOGIT_ROWS) * LOGIT_ROWS
-        hidden = run(state, jnp.array(ids + [0] * (rows - len(ids)), jnp.int32))
+        short = len(ids) <= SHORT_ROWS
+        rows = SHORT_ROWS if short else -(-len(ids) // LOGIT_ROWS) * LOGIT_ROWS
+        hidden = (run_short if short else run_long)(
+            state, jnp.array(ids + [0] * (rows - len(ids)), jnp.int32)
+        )
         hidden = jnp.pad(hidden, ((0, -rows % LOGIT_ROWS), (0, 0)))
         return np.concatenate(
             [
