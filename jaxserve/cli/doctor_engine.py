@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.cli.doctor_report import Section, megabytes
 from jaxserve.config import EngineConfig, ModelConfig, cache_folder
-from jaxserve.errors import USER_ERRORS
+from jaxserve.errors import USER_ERRORS, ResourceError
 
 if TYPE_CHECKING:
     import jax
@@ -27,6 +27,7 @@ def look_at_devices(config: EngineConfig, root: pathlib.Path = pathlib.Path("/")
     import jax
 
     from jaxserve.engine.memory import host_free_bytes
+    from jaxserve.parallel.mesh import make_mesh
 
     section = Section(title="devices")
     section.say("main memory", f"{megabytes(host_free_bytes())} free")
@@ -46,10 +47,10 @@ def look_at_devices(config: EngineConfig, root: pathlib.Path = pathlib.Path("/")
         for path, (what, extra) in ACCELERATORS.items():
             if (root / path.lstrip("/")).exists():
                 section.complain(_overlooked(what, extra))
-    if len(devices) < config.tensor_parallel:
-        section.complain(
-            f"--tensor-parallel is {config.tensor_parallel}, but there are {len(devices)} devices"
-        )
+    try:
+        make_mesh(config.tensor_parallel)
+    except ResourceError as error:
+        section.complain(str(error))
     return section
 
 
@@ -85,8 +86,9 @@ def _resolve(section: Section, config: EngineConfig) -> None:
     from checkpoints.open import open_checkpoint
     from checkpoints.resolve import resolve_model
     from jaxserve.engine.buckets import make_buckets
-    from jaxserve.engine.build import choose_context, choose_dtype
+    from jaxserve.engine.build import choose_attention, choose_context, choose_dtype
     from jaxserve.models.registry import read_model_config
+    from jaxserve.parallel.mesh import check_divisible, make_mesh
 
     path = resolve_model(config.model, cache_folder(), pull_missing=False)
     section.say("files", path)
@@ -99,6 +101,8 @@ def _resolve(section: Section, config: EngineConfig) -> None:
     device = jax.devices()[0]
     dtype = choose_dtype(config, device.platform)
     section.say("dtype", dtype.name)
+    check_divisible(model, make_mesh(config.tensor_parallel))
+    section.say("kernels", choose_attention(config, model, dtype, device.platform))
     longest, pages_per_sequence = choose_context(config, model)
     section.say("max_model_len", f"{longest} (the model's own limit: {model.max_position})")
     buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
@@ -114,27 +118,10 @@ def _plan(
     dtype: np.dtype,
     pages_per_sequence: int,
 ) -> None:
-    """Kernels and memory."""
+    """Where the memory goes."""
     from jaxserve.engine.memory import free_bytes, page_bytes, plan_pages
     from jaxserve.models.loading import parameter_infos
-    from pallas_kernels.dispatch import choose
-    from pallas_kernels.errors import KernelError
 
-    try:
-        choice = choose(
-            "paged_attention",
-            platform=device.platform,
-            kernels=config.kernels,
-            dtype=dtype,
-            page_dtype=dtype,
-            num_heads=model.num_heads // config.tensor_parallel,
-            num_kv_heads=model.num_kv_heads // config.tensor_parallel,
-            head_size=model.head_size,
-            page_size=config.page_size,
-        )
-        section.say("kernels", choice)
-    except KernelError as error:
-        section.complain(f"--kernels: {error}")
     parameters = parameter_infos(model, dtype).values()
     weights = sum(math.prod(info.shape) * info.dtype.itemsize for info in parameters)
     weights //= config.tensor_parallel

@@ -64,7 +64,7 @@ def make_engine(
     max_len, pages_per_sequence = choose_context(config, device.config)
     buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
     with _timed(seconds, "kernels"):
-        op, kernels = _choose_kernels(config, device)
+        op, kernels = _load_kernels(config, device)
     with _timed(seconds, "plan"):
         memory = _plan_memory(config, device, op, buckets[-1], pages_per_sequence)
     capacity = (memory.num_pages - 1) * config.page_size
@@ -169,18 +169,30 @@ def choose_context(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
     return longest, -(-longest // config.page_size)
 
 
-def _choose_kernels(
+def _load_kernels(
     config: EngineConfig, device: LoadedModel
 ) -> tuple[PagedAttentionOp, dict[str, str]]:
     """The ops' implementations, and what the log says of them."""
-    model, split = device.config, config.tensor_parallel
+    platform = device.mesh.devices.flat[0].platform
+    choice = choose_attention(config, device.config, device.dtype, platform)
+    if choice.implementation == "cpu":
+        cpu.load(cache_folder() / "kernels")
+    op = functools.partial(paged_attention, implementation=choice)
+    return op, {choice.op: str(choice)}
+
+
+def choose_attention(
+    config: EngineConfig, model: ModelConfig, dtype: np.dtype, platform: str
+) -> dispatch.Choice:
+    """The implementation of attention for this model. Raises UsageError if there is none."""
+    split = config.tensor_parallel
     try:
-        choice = dispatch.choose(
+        return dispatch.choose(
             "paged_attention",
-            platform=device.mesh.devices.flat[0].platform,
+            platform=platform,
             kernels=resolve_kernels(config),
-            dtype=device.dtype,
-            page_dtype=device.dtype,
+            dtype=dtype,
+            page_dtype=dtype,
             num_heads=model.num_heads // split,
             num_kv_heads=model.num_kv_heads // split,
             head_size=model.head_size,
@@ -188,10 +200,6 @@ def _choose_kernels(
         )
     except KernelError as error:
         raise UsageError(str(error)) from None
-    if choice.implementation == "cpu":
-        cpu.load(cache_folder() / "kernels")
-    op = functools.partial(paged_attention, implementation=choice)
-    return op, {choice.op: str(choice)}
 
 
 def resolve_kernels(config: EngineConfig) -> str:
