@@ -153,7 +153,7 @@ def refusal(output: Output) -> RefusedError | RequestError:
     """The error for a request that the engine did not take."""
     text = output.error or f"the engine refused the request: {output.refused}"
     if 400 <= output.status < RefusedError.status:
-        return RequestError(text, code=output.refused or None)
+        return RequestError(text, param=output.param, code=output.refused or None)
     error = RefusedError(text, reason=output.refused or "refused")
     error.status = output.status or RefusedError.status
     return error

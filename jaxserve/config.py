@@ -106,6 +106,16 @@ class EngineConfig:
     random_weights: bool = False
     kernels: str = "auto"
 
+    @property
+    def model_name(self) -> str:
+        """The name that requests, answers and metrics use; of a path only its last part."""
+        if self.served_name:
+            return self.served_name
+        path = pathlib.PurePath(self.model)
+        if self.model.startswith(("/", ".", "~")) or path.suffix in (".gguf", ".safetensors"):
+            return path.stem if path.suffix in (".gguf", ".safetensors") else path.name
+        return self.model
+
     def validate(self) -> None:
         """Raises UsageError naming the flag to change."""
         for name, low in (

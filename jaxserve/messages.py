@@ -60,6 +60,8 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     #: Set on a refusal: a short stable word (queue_full, queue_tokens, ...) and its HTTP status.
     refused: str | None = None
     status: int = 0
+    #: The request's field that a refusal is about.
+    param: str | None = None
 
 
 class StepOutputs(msgspec.Struct, tag="step", array_like=True, frozen=True):

@@ -52,7 +52,7 @@ def create_app(
             run_long=ThreadPool(PROMPT_THREADS).apply,
         ),
         config=server,
-        model_name=engine.served_name or engine.model,
+        model_name=engine.model_name,
         started=int(time.time()),
         drain=drain,
     )

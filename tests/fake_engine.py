@@ -147,7 +147,7 @@ class FakeEngine:
     def beat(self) -> Beat:
         ready = time.monotonic() - self.started >= self.args.load_seconds
         info = EngineInfo(
-            model_name=self.config.served_name or self.config.model,
+            model_name=self.config.model_name,
             vocab_size=VOCAB,
             max_model_len=self.config.max_model_len or 4096,
             max_logprobs=20,
@@ -181,7 +181,7 @@ class FakeEngine:
         return found
 
     def metrics(self) -> str:
-        label = f'model_name="{self.config.served_name or self.config.model}"'
+        label = f'model_name="{self.config.model_name}"'
         lines = []
         for name, kind, value in (
             ("num_requests_running", "gauge", len(self.running)),

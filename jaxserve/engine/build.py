@@ -93,7 +93,7 @@ def make_engine(
     runner.warm_up()
     report = EngineReport(
         model=device.config,
-        model_name=config.served_name or config.model,
+        model_name=config.model_name,
         dtype=device.dtype.name,
         mesh=device.mesh,
         max_model_len=max_len,

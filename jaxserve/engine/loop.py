@@ -85,7 +85,9 @@ class EngineLoop:
             except RefusedError as error:
                 answer = _failure(message.rid, error, error.status, refused=error.reason)
             except RequestError as error:
-                answer = _failure(message.rid, error, error.status, refused=error.code or "")
+                answer = _failure(
+                    message.rid, error, error.status, refused=error.code or "", param=error.param
+                )
             else:
                 self._owner[key] = (worker, message.rid)
                 self._of_worker.setdefault(worker, set()).add(key)
@@ -129,7 +131,15 @@ def _key(worker: bytes, rid: int) -> str:
     return f"{worker.decode()}:{rid}"
 
 
-def _failure(rid: int, error: Exception, status: int, *, refused: str) -> messages.Output:
+def _failure(
+    rid: int, error: Exception, status: int, *, refused: str, param: str | None = None
+) -> messages.Output:
     return messages.Output(
-        rid, [], FinishReason.ERROR, error=str(error), refused=refused, status=status
+        rid,
+        [],
+        FinishReason.ERROR,
+        error=str(error),
+        refused=refused,
+        status=status,
+        param=param,
     )
