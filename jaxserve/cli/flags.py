@@ -34,7 +34,7 @@ ENGINE_HELP: Mapping[str, str] = {
     "max_queue_len": "requests that may wait; more are refused",
     "max_queued_tokens": "prompt tokens that may wait; more are refused",
     "random_weights": "make weights up instead of reading them, to measure speed",
-    "kernels": "which implementations to use: auto, or reference for plain jnp",
+    "kernels": "auto for the fastest implementations that work here, reference for plain jnp",
 }
 SERVER_HELP: Mapping[str, str] = {
     "host": "address to listen on; 0.0.0.0 for all of this machine's",

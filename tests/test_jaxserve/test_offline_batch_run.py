@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def line(number: int, **body: object) -> dict[str, Any]:
-    body = {"prompt": f"{number:03}", "max_tokens": 1 + number * 7 % 20, **body}
+    body = {"prompt": f"{number:04}", "max_tokens": 1 + number * 7 % 20, **body}
     return {
         "custom_id": f"r{number}",
         "method": "POST",
@@ -280,5 +280,5 @@ def _assert_each_once(path: pathlib.Path, number: int) -> None:
     for answer in answers:
         n = int(answer["custom_id"][1:])
         choice = answer["response"]["body"]["choices"][0]
-        letters = [chr(97 + (4 + at) % 26) for at in range(1 + n * 7 % 20)]
+        letters = [chr(97 + (5 + at) % 26) for at in range(1 + n * 7 % 20)]
         assert choice["text"] == "".join(letters)
