@@ -67,7 +67,7 @@ def plan_pages(
     if config.num_pages is not None:
         wanted, reason = config.num_pages, "--num-pages"
     elif config.kv_memory_bytes is not None:
-        wanted, reason = config.kv_memory_bytes // page, "--kv-memory"
+        wanted, reason = config.kv_memory_bytes // page, "--kv-memory-bytes"
     else:
         if on_cpu:
             room, reason = min(CPU_POOL_BYTES, int(free * CPU_FREE_SHARE)), "the CPU's budget"
