@@ -36,7 +36,8 @@ SHORT = [
 ]
 SMOLLM2 = [*SHORT[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in SHORT[3:])]
 GEMMA3 = [*(pytest.param(name, marks=pytest.mark.slow) for name in SHORT[:5])]
-LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("over_window_700", "long_4000")]
+LONG_MARKS = [pytest.mark.slow, pytest.mark.timeout(1500)]
+LONG = [pytest.param(name, marks=LONG_MARKS) for name in ("over_window_700", "long_4000")]
 
 Score = Callable[[list[int]], np.ndarray]
 
