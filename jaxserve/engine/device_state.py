@@ -48,8 +48,15 @@ def device_state_maker(
     )
 
     def make() -> tuple[KVPages, SamplingState]:
-        leaf = stand_ins.k
-        pages = make_pages(*leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        num_rows, heads, page_size, head_size = stand_ins.k.shape
+        pages = make_pages(
+            num_rows,
+            heads,
+            page_size,
+            head_size,
+            stand_ins.k.dtype,
+            sharding=stand_ins.k.sharding,
+        )
         return pages, make_sampling()
 
     return make
