@@ -28,7 +28,8 @@ RESOURCE_EXHAUSTED = 8
 S32, F32, BF16 = 4, 11, 16
 
 _SIZE, _POINTER, _INT, _INT64 = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_HEAD = [("struct_size", _SIZE), ("extension_start", _POINTER)]
+_Fields = list[tuple[str, Any]]
+_HEAD: _Fields = [("struct_size", _SIZE), ("extension_start", _POINTER)]
 
 
 class ExtensionBase(ctypes.Structure):

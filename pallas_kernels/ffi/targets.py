@@ -94,7 +94,8 @@ def _compile_and_register(
         code = cfunc(_SIGNATURE, cache=writable, **options)(handler)
     finally:
         numba.config.CACHE_DIR = before
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(code.ctypes), platform="cpu")
+    capsule = jax.ffi.pycapsule(code.ctypes)  # type: ignore[no-untyped-call]
+    jax.ffi.register_ffi_target(target, capsule, platform="cpu")
     return Loaded(
         target=target,
         from_cache=code.cache_hits > 0,

@@ -88,7 +88,10 @@ def paged_attention(
     load()
     if sinks is None:
         sinks = jnp.zeros((0,), jnp.float32)
-    outputs = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (*pages, q))
+    outputs = tuple(
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # type: ignore[no-untyped-call]
+        for leaf in (*pages, q)
+    )
     call = jax.ffi.ffi_call(TARGET, outputs, input_output_aliases={7: 0, 8: 1})
     new_k, new_v, out = call(
         q,

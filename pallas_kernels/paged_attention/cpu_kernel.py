@@ -84,11 +84,14 @@ INVALID_ARGUMENT, RESOURCE_EXHAUSTED = abi.INVALID_ARGUMENT, abi.RESOURCE_EXHAUS
 
 
 @compiled
-def gather_block(context: int, sequence: int, head: int, first: int, end: int, k: int, v: int) -> None:
+def gather_block(
+    context: int, sequence: int, head: int, first: int, end: int, k: int, v: int
+) -> None:
     """Copies positions first..end of k and v, as float32, to [end - first, H] each."""
     call = call_at(context)
     size = element_bytes(call.pages_bf16)
-    position, as_is = first, np.int64(0)
+    position = first
+    as_is: Any = np.int64(0)
     while position < end:
         count = smaller(end - position, call.page_size - position % call.page_size)
         place = size * place_in_pages(context, sequence, head, position)
@@ -387,7 +390,7 @@ def finish_splits(context: int, work: int, split: int, num_splits: int) -> None:
     size = tile.rows * (call.H + 2)
     start = load_i64(call.partial_starts + 8 * tile.sequence) + tile.head * num_splits * size
     place = call.partials + 4 * (start + split * size)
-    as_is = np.int64(0)
+    as_is: Any = np.int64(0)
     copy_floats(tile.tops, as_is, place, as_is, tile.rows)
     copy_floats(tile.totals, as_is, place + 4 * tile.rows, as_is, tile.rows)
     copy_floats(tile.sums, as_is, place + 8 * tile.rows, as_is, tile.rows * call.H)
@@ -473,11 +476,14 @@ def plan_items(context: int) -> Any:
         if rows > TILE_ROWS:
             items += (rows + TILE_ROWS - 1) // TILE_ROWS * call.K
         else:
-            _, splits = tile_splits(context, sequence, np.int64(0), rows)
+            first_row: Any = np.int64(0)
+            _, splits = tile_splits(context, sequence, first_row, rows)
             items += splits * call.K
             if splits > 1:
                 floats += splits * call.K * rows * (call.H + 2)
-        read += 8 * call.K * call.H * smaller(length, splits * SPLIT if rows <= TILE_ROWS else length)
+        read += (
+            8 * call.K * call.H * smaller(length, splits * SPLIT if rows <= TILE_ROWS else length)
+        )
     store_i64(call.item_starts + 8 * call.B, items)
     return items, floats, read
 

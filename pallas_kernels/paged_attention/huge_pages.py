@@ -26,9 +26,10 @@ def use(array: jax.Array) -> int:
         return 0
     library = ctypes.CDLL(None, use_errno=True)
     granted = 0
-    for shard in jax.block_until_ready(array).addressable_shards:
+    for shard in array.addressable_shards:
         if shard.device.platform != "cpu":
             continue
+        shard.data.block_until_ready()
         address = shard.data.unsafe_buffer_pointer()
         start = -(-address // _HUGE_BYTES) * _HUGE_BYTES
         size = (address + shard.data.nbytes) // _HUGE_BYTES * _HUGE_BYTES - start
