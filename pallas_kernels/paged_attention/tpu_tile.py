@@ -1,0 +1,209 @@
+"""The arithmetic of one tile in the TPU kernel: an online softmax over KV blocks (step 6b).
+
+Per KV head, a tile's queries are a matrix [pack * rows, lanes]; row t * group + g of each of the
+`pack` parts is query head g of token t. Where two tokens share a row of a page (pack = 2), the
+first part has zeros in the second half of its lanes and sees even tokens, the second part is the
+other way round; each keeps its own maximum and sum, and they are put together at the end. Must
+not know where queries, keys and values come from: all of them are in VMEM here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.paged_attention.tpu_layout import LANES
+from pallas_kernels.paged_attention.tpu_schedule import Plan, Ref, Tile, divide, remainder
+
+#: Stands for minus infinity, which minus itself would be NaN.
+LOWEST = -0.7 * float(np.finfo(np.float32).max)
+#: Heads whose code is written out side by side, so that their work can overlap.
+HEADS_TOGETHER = 4
+
+
+class TileRefs(NamedTuple):
+    """Buffers of tiles and blocks.
+
+    sinks: [N] float32; blocks: keys and values [2, K, block rows, lanes]; query_in: [2, K, rows,
+    1, lanes] and out_tile: [K, rows, 1, lanes], both float32; matrix: [K, pack * rows, lanes];
+    top, total: [K, pack * rows, 128] float32; sums: [K, pack * rows, lanes] float32;
+    limit: [pack * rows, 128] int32.
+    """
+
+    sinks: Ref
+    blocks: tuple[Ref, Ref]
+    query_in: Ref
+    out_tile: Ref
+    matrix: Ref
+    top: Ref
+    total: Ref
+    sums: Ref
+    limit: Ref
+
+
+class TileSize(NamedTuple):
+    """Static sizes of a kind of tile: its query tokens, and the rows of one part."""
+
+    tokens: int
+    rows: int
+
+    def part(self, number: int) -> Any:
+        """The rows of one part."""
+        return pl.ds(number * self.rows, self.rows)
+
+    def every(self, plan: Plan) -> Any:
+        """The rows of all parts."""
+        return pl.ds(0, plan.facts.layout.pack * self.rows)
+
+
+def each_head(plan: Plan, act: Callable[[jax.Array], None]) -> None:
+    """Calls `act` with each KV head's number."""
+    heads = plan.facts.num_kv_heads
+    together = next(n for n in range(HEADS_TOGETHER, 0, -1) if heads % n == 0)
+
+    def step(number: jax.Array, _: None) -> None:
+        for head in range(together):
+            act(number * together + head)
+
+    lax.fori_loop(0, heads // together, step, None)
+
+
+def begin_tile(refs: TileRefs, plan: Plan, side: jax.Array, size: TileSize) -> None:
+    """The queries on one side of `query_in` as matrices, empty sums, and how far each row sees."""
+    facts, layout = plan.facts, plan.facts.layout
+    row = lax.broadcasted_iota(jnp.int32, (size.rows, LANES), 0)
+    for part in range(layout.pack):
+        refs.limit[size.part(part)] = divide(row, facts.group) - part
+    lane = lax.broadcasted_iota(jnp.int32, (size.rows, layout.lanes), 1)
+    every = size.every(plan)
+
+    def begin(head: jax.Array) -> None:
+        query = refs.query_in[side, head, pl.ds(0, size.rows), 0, :]
+        for part in range(layout.pack):
+            mine = query
+            if layout.pack == 2:
+                mine = jnp.where((lane >= layout.head_size) == bool(part), query, 0.0)
+            refs.matrix[head, size.part(part)] = mine.astype(refs.matrix.dtype)
+        for ref, value in ((refs.sums, 0.0), (refs.top, LOWEST), (refs.total, 0.0)):
+            ref[head, every] = jnp.full((every.size, ref.shape[-1]), value, jnp.float32)
+        if plan.has_sinks:
+            _begin_with_sinks(refs, plan, head, size)
+
+    each_head(plan, begin)
+
+
+def _begin_with_sinks(refs: TileRefs, plan: Plan, head: jax.Array, size: TileSize) -> None:
+    """The first part has seen one more logit, which brought no value."""
+    group, shape = plan.facts.group, (size.rows, LANES)
+    member = remainder(lax.broadcasted_iota(jnp.int32, shape, 0), group)
+    top = jnp.full(shape, LOWEST, jnp.float32)
+    for number in range(group):
+        top = jnp.where(member == number, refs.sinks[head * group + number], top)
+    refs.top[head, size.part(0)] = top
+    refs.total[head, size.part(0)] = jnp.ones(shape, jnp.float32)
+
+
+def clear_edges(refs: TileRefs, plan: Plan, tile: Tile, block: jax.Array, slot: jax.Array) -> None:
+    """Zeros where the block holds no tokens of the tile: what is there may be NaN."""
+    layout = plan.facts.layout
+    begin, end = block * plan.blocks.block_tokens, (block + 1) * plan.blocks.block_tokens
+
+    @pl.when((begin < tile.begin) | (end > tile.end))
+    def _() -> None:
+        shape = (plan.blocks.block_tokens // layout.pack, layout.lanes)
+        position = begin + lax.broadcasted_iota(jnp.int32, shape, 0) * layout.pack
+        if layout.pack == 2:
+            lane = lax.broadcasted_iota(jnp.int32, shape, 1)
+            position = position + (lane >= layout.head_size).astype(jnp.int32)
+        needed = (position >= tile.begin) & (position < tile.end)
+
+        def clear(head: jax.Array, _: None) -> None:
+            for ref in refs.blocks:
+                kept = jnp.where(needed, ref[slot, head].astype(jnp.float32), 0.0)
+                ref[slot, head] = kept.astype(ref.dtype)
+
+        lax.fori_loop(0, plan.facts.num_kv_heads, clear, None)
+
+
+def fold_block(
+    refs: TileRefs, plan: Plan, tile: Tile, block: jax.Array, slot: jax.Array, size: TileSize
+) -> None:
+    """Adds the block in a slot to the sums of all heads."""
+    every = size.every(plan)
+    # The last token that a row sees, as a token of the block, is its limit and this.
+    offset = tile.position - block * plan.blocks.block_tokens
+
+    def fold(head: jax.Array) -> None:
+        keys, values = (ref[slot, head].astype(refs.matrix.dtype) for ref in refs.blocks)
+        logits = _dot(refs.matrix[head, every], keys, contract=1) * plan.scale
+        if plan.soft_cap is not None:
+            logits = plan.soft_cap * jnp.tanh(logits / plan.soft_cap)
+        furthest = refs.limit[every, pl.ds(0, 1)] + offset
+        seen = _seen(plan, logits.shape, furthest)
+        logits = jnp.where(seen, logits, LOWEST)
+        old_top = refs.top[head, every]
+        top = jnp.maximum(old_top, jnp.max(logits, axis=1, keepdims=True))
+        weights = jnp.where(seen, jnp.exp(logits - top[:, :1]), 0.0)
+        shrink = jnp.exp(old_top - top)
+        refs.top[head, every] = top
+        total = jnp.sum(weights, axis=1, keepdims=True)
+        refs.total[head, every] = shrink * refs.total[head, every] + total
+        change = _dot(weights.astype(values.dtype), values, contract=0)
+        refs.sums[head, every] = shrink[:, :1] * refs.sums[head, every] + change
+
+    each_head(plan, fold)
+
+
+def _seen(plan: Plan, shape: tuple[int, ...], furthest: jax.Array) -> jax.Array:
+    """Which tokens of a block each row sees; furthest: [rows, 1], the last one, itself included."""
+    token = lax.broadcasted_iota(jnp.int32, shape, 1) * plan.facts.layout.pack
+    seen = token <= furthest
+    if plan.window is not None:
+        seen &= token > furthest - plan.window
+    return seen
+
+
+def _dot(left: jax.Array, right: jax.Array, *, contract: int) -> jax.Array:
+    """left [m, c] times right, over right's axis `contract`; float32 [m, n]."""
+    exact = left.dtype == jnp.float32
+    return lax.dot_general(
+        left,
+        right,
+        (((1,), (contract,)), ((), ())),
+        precision=lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def end_tile(refs: TileRefs, plan: Plan, size: TileSize) -> None:
+    """Puts the parts together, divides, and leaves the result in `out_tile`."""
+    layout = plan.facts.layout
+
+    def end(head: jax.Array) -> None:
+        parts = [size.part(number) for number in range(layout.pack)]
+        tops = [refs.top[head, rows] for rows in parts]
+        top = tops[0] if layout.pack == 1 else jnp.maximum(tops[0], tops[1])
+        shrinks = [jnp.exp(mine - top) for mine in tops]
+        sums = [
+            shrink[:, :1] * refs.sums[head, rows]
+            for shrink, rows in zip(shrinks, parts, strict=True)
+        ]
+        totals = [
+            shrink * refs.total[head, rows] for shrink, rows in zip(shrinks, parts, strict=True)
+        ]
+        out, total = sums[0], totals[0]
+        if layout.pack == 2:
+            lane = lax.broadcasted_iota(jnp.int32, out.shape, 1)
+            out = jnp.where(lane < layout.head_size, sums[0], sums[1])
+            out = out + pltpu.roll(out, layout.head_size, 1)
+            total = totals[0] + totals[1]
+        refs.out_tile[head, pl.ds(0, size.rows), 0, :] = out / total[:, :1]
+
+    each_head(plan, end)
