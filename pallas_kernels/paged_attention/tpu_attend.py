@@ -70,12 +70,12 @@ def attend_all(schedule: Schedule, refs: AttendRefs) -> None:
             _query_copy(refs, plan, tile, side, size).wait()
             begin_tile(refs.tile, plan, side, size)
             _fold_blocks(schedule, refs, cursor, following, slot, size)
-            # The tile before this one had all of this one's time to be written.
-            _each_out_copy(refs, plan, zero, unfinished, _wait)
-            end_tile(refs.tile, plan, size)
-            _each_out_copy(refs, plan, tile.row, tile.num_rows, _start)
 
         _with_size(schedule, cursor, compute)
+        # The tile before this one had all of this one's time to be written.
+        _each_out_copy(refs, plan, zero, unfinished, _wait)
+        _with_size(schedule, cursor, lambda size: end_tile(refs.tile, plan, size))
+        _each_out_copy(refs, plan, tile.row, tile.num_rows, _start)
         slot = (slot + tile.last_block - tile.first_block) & 1
         return following, 1 - side, slot, tile.num_rows
 

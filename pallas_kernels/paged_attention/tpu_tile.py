@@ -24,8 +24,9 @@ from pallas_kernels.paged_attention.tpu_schedule import Plan, Ref, Tile, divide,
 
 #: Stands for minus infinity, which minus itself would be NaN.
 LOWEST = -0.7 * float(np.finfo(np.float32).max)
-#: Heads whose code is written out side by side, so that their work can overlap.
-HEADS_TOGETHER = 4
+#: Heads whose code is written out side by side, so that their work can overlap: at most so many,
+#: and fewer where the rows of one head are work enough.
+HEADS_TOGETHER, ROWS_TOGETHER = 4, 128
 
 
 class TileRefs(NamedTuple):
@@ -63,10 +64,11 @@ class TileSize(NamedTuple):
         return pl.ds(0, plan.facts.layout.pack * self.rows)
 
 
-def each_head(plan: Plan, act: Callable[[jax.Array], None]) -> None:
+def each_head(plan: Plan, size: TileSize, act: Callable[[jax.Array], None]) -> None:
     """Calls `act` with each KV head's number."""
     heads = plan.facts.num_kv_heads
-    together = next(n for n in range(HEADS_TOGETHER, 0, -1) if heads % n == 0)
+    most = max(1, min(HEADS_TOGETHER, ROWS_TOGETHER // (size.rows * plan.facts.layout.pack)))
+    together = next(n for n in range(most, 0, -1) if heads % n == 0)
 
     def step(number: jax.Array, _: None) -> None:
         for head in range(together):
@@ -96,7 +98,7 @@ def begin_tile(refs: TileRefs, plan: Plan, side: jax.Array, size: TileSize) -> N
         if plan.has_sinks:
             _begin_with_sinks(refs, plan, head, size)
 
-    each_head(plan, begin)
+    each_head(plan, size, begin)
 
 
 def _begin_with_sinks(refs: TileRefs, plan: Plan, head: jax.Array, size: TileSize) -> None:
@@ -158,7 +160,7 @@ def fold_block(
         change = _dot(weights.astype(values.dtype), values, contract=0)
         refs.sums[head, every] = shrink[:, :1] * refs.sums[head, every] + change
 
-    each_head(plan, fold)
+    each_head(plan, size, fold)
 
 
 def _seen(plan: Plan, shape: tuple[int, ...], furthest: jax.Array) -> jax.Array:
@@ -206,4 +208,4 @@ def end_tile(refs: TileRefs, plan: Plan, size: TileSize) -> None:
             total = totals[0] + totals[1]
         refs.out_tile[head, pl.ds(0, size.rows), 0, :] = out / total[:, :1]
 
-    each_head(plan, end)
+    each_head(plan, size, end)
