@@ -20,7 +20,7 @@ from jaxserve.config import DEFAULT_MODEL, EngineConfig, cache_folder
 from jaxserve.context.assemble import assemble_chat, assemble_completion
 from jaxserve.context.chat_template import ChatTemplate
 from jaxserve.engine.build import make_engine
-from jaxserve.errors import EngineError, RequestError, UsageError
+from jaxserve.errors import EngineError, RefusedError, RequestError, UsageError
 from jaxserve.request import (
     FinishReason,
     GenerationRequest,
@@ -69,7 +69,7 @@ class LLM:
         )
         self._engine, self.report = make_engine(config, path)
         self._numbers = itertools.count()
-        self._window = config.max_num_seqs * 2
+        self._window = min(config.max_num_seqs * 2, config.max_queue_len)
 
     def generate(
         self,
@@ -114,23 +114,22 @@ class LLM:
         source = iter(jobs)
         open_answers: dict[str, _Answer] = {}
         keys: dict[str, Key] = {}
-        exhausted = False
+        job = next(source, None)
         try:
-            while True:
-                while not exhausted and len(open_answers) < self._window:
-                    job = next(source, None)
-                    if job is None:
-                        exhausted = True
-                        break
+            while job is not None or open_answers:
+                while job is not None and len(open_answers) < self._window:
                     try:
                         answer = self._submit(job.prompt_ids, job.sampling)
+                    except RefusedError:
+                        if not open_answers:
+                            raise
+                        break  # too much is waiting; the next steps make room
                     except RequestError as error:
                         yield job.key, _failed(job, error)
-                        continue
-                    open_answers[answer.request_id] = answer
-                    keys[answer.request_id] = job.key
-                if not open_answers:
-                    return
+                    else:
+                        open_answers[answer.request_id] = answer
+                        keys[answer.request_id] = job.key
+                    job = next(source, None)
                 for output in self._step(open_answers):
                     if output.finish_reason is not None:
                         answer = open_answers.pop(output.request_id)

@@ -23,11 +23,12 @@ from checkpoints.resolve import resolve_model
 from jaxserve.config import DEFAULT_MAX_LEN, EngineConfig, ModelConfig, cache_folder
 from jaxserve.engine.buckets import Bucket, make_buckets
 from jaxserve.engine.compilation import CompilationLog, use_persistent_cache
-from jaxserve.engine.compiling import compile_bucket, compile_programs, temporary_bytes
+from jaxserve.engine.compiling import ProgramMaker, temporary_bytes
 from jaxserve.engine.device_state import LoadedModel, device_state_maker
 from jaxserve.engine.engine import AdmissionLimits, Engine
 from jaxserve.engine.memory import MemoryPlan, free_bytes, page_bytes, plan_pages
 from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.engine.program_store import ProgramStore
 from jaxserve.engine.report import EngineReport, log_report
 from jaxserve.engine.runner import DeviceRunner, RunnerShape
 from jaxserve.engine.scheduler import Scheduler
@@ -74,9 +75,15 @@ def make_engine(
         pages_per_sequence = memory.num_pages - 1
     make_state = device_state_maker(config, device, memory.num_pages)
     with _timed(seconds, "compile"):
-        programs = compile_programs(
-            config, device, op, buckets, pages_per_sequence, memory.num_pages
+        maker = ProgramMaker(
+            config=config,
+            device=device,
+            op=op,
+            pages_per_sequence=pages_per_sequence,
+            num_pages=memory.num_pages,
         )
+        store = _open_store(maker, kernels)
+        programs = maker.make_programs(buckets, store)
     runner = DeviceRunner(
         device.weights,
         programs,
@@ -101,6 +108,8 @@ def make_engine(
         buckets=buckets,
         kernels=kernels,
         compilation=compilation,
+        num_programs=len(buckets) + 1,
+        num_loaded=store.num_loaded,
         seconds=seconds,
         page_size=config.page_size,
     )
@@ -220,8 +229,14 @@ def _plan_memory(
     on_cpu = first.platform == "cpu"
     temporaries = 0
     if not on_cpu and config.num_pages is None and config.kv_memory_bytes is None:
-        probe = compile_bucket(device, op, largest, pages_per_sequence, config, num_pages=8)
-        temporaries = temporary_bytes(probe)
+        probe = ProgramMaker(
+            config=config,
+            device=device,
+            op=op,
+            pages_per_sequence=pages_per_sequence,
+            num_pages=8,
+        )
+        temporaries = temporary_bytes(probe.compile_bucket(largest))
     return plan_pages(
         config,
         page=page_bytes(
@@ -233,6 +248,22 @@ def _plan_memory(
         free=free_bytes(first),
         on_cpu=on_cpu,
     )
+
+
+def _open_store(maker: ProgramMaker, kernels: dict[str, str]) -> ProgramStore:
+    device = maker.device
+    facts = (
+        device.config,
+        device.dtype,
+        dict(device.mesh.shape),
+        [(array.shape, array.dtype) for array in device.weights],
+        (maker.config.max_num_seqs, maker.config.page_size),
+        maker.pages_per_sequence,
+        maker.num_pages,
+        kernels,
+        SamplingLimits(),
+    )
+    return ProgramStore(cache_folder() / "programs", list(device.mesh.devices.flat), facts)
 
 
 @contextlib.contextmanager

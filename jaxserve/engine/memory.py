@@ -102,9 +102,29 @@ def free_bytes(device: jax.Device) -> int:
 
 def host_free_bytes() -> int:
     """Bytes of main memory that programs can still get."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     meminfo = pathlib.Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+                free = int(line.split()[1]) * 1024
+    limit = container_free_bytes(pathlib.Path("/sys/fs/cgroup"))
+    return free if limit is None else min(free, limit)
+
+
+def container_free_bytes(cgroup: pathlib.Path) -> int | None:
+    """What a container (control group, version 2) may still take; None where there is no limit."""
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        statistics = (cgroup / "memory.stat").read_text()
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    cached = sum(
+        int(line.split()[1])
+        for line in statistics.splitlines()
+        if line.startswith("inactive_file ")
+    )
+    return max(0, int(limit) - used + cached)

@@ -99,24 +99,20 @@ def make_step(
     return step
 
 
-def compile_step(
-    step: StepFunction,
-    mesh: Mesh,
-    shape: StepShape,
-    weights: Weights,
-    pages: KVPages,
-    sampling: SamplingState,
-) -> jax.stages.Compiled:
-    """Lowers and compiles a bucket's step from shapes and shardings; touches no data."""
+def step_arguments(
+    mesh: Mesh, shape: StepShape, weights: Any, pages: Any, sampling: Any
+) -> tuple[Any, ...]:
+    """Stand-ins for a step's arguments; the given ones are arrays or stand-ins themselves."""
+    packed = abstract((step_layout(shape).size,), jnp.int32, sharding(mesh, ()))
+    return (*jax.tree.map(to_abstract, (weights, pages, sampling)), packed)
+
+
+def compile_step(step: StepFunction, mesh: Mesh, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    """Lowers and compiles a bucket's step from `step_arguments`; touches no data."""
     replicated = sharding(mesh, ())
-    packed = abstract((step_layout(shape).size,), jnp.int32, replicated)
-    jitted = jax.jit(
-        step,
-        donate_argnums=(1, 2),
-        out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, pages), replicated, replicated),
-    )
-    arguments = jax.tree.map(to_abstract, (weights, pages, sampling))
-    return jitted.lower(*arguments, packed).compile()
+    pages = jax.tree.map(lambda leaf: leaf.sharding, arguments[1])
+    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=(pages, replicated, replicated))
+    return jitted.lower(*arguments).compile()
 
 
 def abstract(

@@ -17,7 +17,11 @@ logger = logging.getLogger("jaxserve.engine")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """All choices of one engine. seconds: how long load, plan and compile took."""
+    """All choices of one engine.
+
+    num_programs: the engine's own; num_loaded: those of them that came from disk.
+    seconds: how long load, kernels, plan and compile took.
+    """
 
     model: ModelConfig
     model_name: str
@@ -28,6 +32,8 @@ class EngineReport:
     buckets: tuple[Bucket, ...]
     kernels: dict[str, str]
     compilation: CompilationLog
+    num_programs: int
+    num_loaded: int
     seconds: dict[str, float]
     page_size: int
 
@@ -57,9 +63,9 @@ def log_report(report: EngineReport) -> None:
         report.max_model_len,
     )
     logger.info(
-        "compiled %d programs in %.1f s, %d of them from the cache; kernels: %s",
-        report.compilation.total,
+        "%d programs in %.1f s, %d of them loaded from disk; kernels: %s",
+        report.num_programs,
         report.seconds["compile"],
-        report.compilation.cache_hits,
+        report.num_loaded,
         "; ".join(report.kernels.values()),
     )

@@ -1,0 +1,121 @@
+"""Compiled programs on disk, so that a second start neither traces nor compiles (before step 1).
+
+jax's own persistent cache saves the compiler's work, but its key is the traced program, and tracing
+thirty unrolled layers for every bucket takes most of a warm start. Here the key is all that
+a program depends on: our source, jax, the machine, the model's shape, the settings. A file that
+does not fit or cannot be read is compiled again; nothing else depends on this folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pathlib
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jaxlib.version
+from jax.experimental import serialize_executable
+
+import jaxserve
+import pallas_kernels
+
+logger = logging.getLogger("jaxserve.engine")
+
+
+class ProgramStore:
+    """A folder of serialised executables for one set of facts.
+
+    facts: everything that shapes the programs beside our source and the machine; only their
+    repr counts. devices: those that the programs run on, in the mesh's order.
+    """
+
+    def __init__(
+        self, folder: pathlib.Path, devices: Sequence[jax.Device], facts: Sequence[object]
+    ) -> None:
+        self.num_loaded = 0
+        self._devices = list(devices)
+        kinds = [(device.platform, device.device_kind, device.id) for device in devices]
+        parts = [_environment(), source_digest(), repr(kinds), *map(repr, facts)]
+        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+        self._folder = folder / digest
+
+    def get(
+        self,
+        name: str,
+        arguments: tuple[Any, ...],
+        make_output: Callable[[], Any],
+        compile_program: Callable[[], jax.stages.Compiled],
+    ) -> jax.stages.Compiled:
+        """The program `name`, from disk or compiled (and then kept).
+
+        arguments: stand-ins for the program's arguments. make_output: gives any value with the
+        structure of its result. Both are needed because structures are not in the file.
+        """
+        path = self._folder / f"{name}.jaxexe"
+        try:
+            program: jax.stages.Compiled = serialize_executable.deserialize_and_load(
+                path.read_bytes(),
+                jax.tree.structure((arguments, {})),
+                jax.tree.structure(make_output()),
+                backend=self._devices[0].client,
+                execution_devices=self._devices,
+            )
+        except FileNotFoundError:
+            pass
+        except Exception as error:  # any damage at all means: compile again
+            logger.warning("the stored program %s cannot be used (%s); compiling it", path, error)
+        else:
+            self.num_loaded += 1
+            return program
+        program = compile_program()
+        self._put(path, program)
+        return program
+
+    def _put(self, path: pathlib.Path, program: jax.stages.Compiled) -> None:
+        try:
+            data, _, _ = serialize_executable.serialize(program)
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            partial = path.with_suffix(f".{os.getpid()}.part")
+            partial.write_bytes(data)
+            partial.replace(path)
+        except (OSError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            logger.warning("the program %s could not be stored: %s", path.name, error)
+
+
+def source_digest() -> str:
+    """SHA-256 over the source files that programs are made from."""
+    digest = hashlib.sha256()
+    for package in (jaxserve, pallas_kernels):
+        assert package.__file__ is not None
+        root = pathlib.Path(package.__file__).parent
+        for path in sorted(root.rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _environment() -> str:
+    cpu = ""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().split("\n\n")[0].splitlines()
+        cpu = " ".join(
+            line for line in lines if line.startswith(("flags", "Features", "model name"))
+        )
+    return " ".join(
+        (
+            sys.version,
+            jax.__version__,
+            jaxlib.version.__version__,
+            platform.platform(),
+            platform.machine(),
+            cpu,
+            os.environ.get("XLA_FLAGS", ""),
+            str(os.cpu_count()),
+        )
+    )
