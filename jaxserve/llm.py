@@ -178,11 +178,13 @@ class LLM:
 
     def _submit(self, prompt_ids: list[int], sampling: SamplingParams) -> _Answer:
         request_id = f"offline-{next(self._numbers)}"
-        if not sampling.ignore_eos:
-            ends = sorted({*sampling.stop_token_ids, *self.tokenizer.eos_ids})
-            sampling = dataclasses.replace(sampling, stop_token_ids=ends)
         self._engine.add(
-            GenerationRequest(request_id=request_id, prompt_ids=prompt_ids, sampling=sampling)
+            GenerationRequest(
+                request_id=request_id,
+                prompt_ids=prompt_ids,
+                sampling=sampling,
+                eos_ids=self.tokenizer.eos_ids,
+            )
         )
         detokenizer = IncrementalDetokenizer(
             self.tokenizer,

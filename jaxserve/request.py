@@ -129,6 +129,8 @@ class GenerationRequest:
     prompt_ids: the prompt's token ids, at least one.
     priority: smaller runs earlier; equal ones run in order of arrival.
     cache_salt: requests share cached prefixes only with requests of the same salt.
+    eos_ids: ids that end the answer as the model's own end tokens do (unless ignore_eos); the
+        tokeniser knows of some, such as the enders of chat turns, that the model's config does not.
     arrival: seconds of `time.monotonic()` at which the server received the request.
     """
 
@@ -138,6 +140,7 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     arrival: float = 0.0
+    eos_ids: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,7 +95,12 @@ class _Parent:
         config = msgspec.json.encode(settings.engine).decode()
         self._engine = Child(
             "the engine",
-            [*engine_command, "--address", settings.address, "--config", config],
+            [
+                *engine_command,
+                *("--address", settings.address),
+                *("--config", config),
+                *("--log-level", settings.server.log_level),
+            ],
             capture=True,
         )
         self._front = Child(

@@ -260,6 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
     parser.add_argument("--config", required=True)
+    parser.add_argument("--log-level")
     parser.add_argument("--log")
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--load-seconds", type=float, default=0.0)

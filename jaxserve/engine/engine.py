@@ -238,11 +238,11 @@ class Engine:
         )
 
     def _stop_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        sampling = sequence.request.sampling
+        request = sequence.request
+        sampling = request.sampling
         if sequence.num_output_tokens >= sampling.min_tokens:
-            if token in self.limits.eos_ids and not sampling.ignore_eos:
-                return FinishReason.STOP
-            if token in sampling.stop_token_ids:
+            ends = token in self.limits.eos_ids or token in request.eos_ids
+            if (ends and not sampling.ignore_eos) or token in sampling.stop_token_ids:
                 return FinishReason.STOP
         if sequence.num_output_tokens >= sequence.max_tokens:
             return FinishReason.LENGTH

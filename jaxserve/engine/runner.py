@@ -128,13 +128,13 @@ class DeviceRunner:
             return
         ends = set(params.stop_token_ids)
         if not params.ignore_eos:
-            ends |= self._shape.eos_ids
+            ends |= self._shape.eos_ids | set(request.eos_ids)
         reset = slot_reset(
             sequence.slot,
             params,
             prompt_ids=request.prompt_ids,
             output_ids=sequence.tokens[sequence.num_prompt_tokens :],
-            stop_ids=sorted(ends),
+            stop_ids=sorted(token for token in ends if token < self.vocab_size),
             vocab_size=self.vocab_size,
             limits=self._shape.limits,
         )

@@ -20,7 +20,7 @@ class Ask:
     prompts: token ids of each prompt; n: answers to each.
     sampling: shared by all; `max_tokens` and `seed` may be None.
     max_tokens_param, prompt_param: what the request calls these fields, for messages.
-    arrival: seconds of `time.monotonic()`.
+    arrival: seconds of `time.monotonic()`. eos_ids: see GenerationRequest.
     """
 
     request_id: str
@@ -30,6 +30,7 @@ class Ask:
     priority: int
     cache_salt: str
     arrival: float
+    eos_ids: tuple[int, ...] = ()
     max_tokens_param: str = "max_tokens"
     prompt_param: str = "prompt"
 
@@ -80,6 +81,7 @@ def make_generation_requests(ask: Ask, info: EngineInfo) -> list[GenerationReque
                     priority=ask.priority,
                     cache_salt=ask.cache_salt,
                     arrival=ask.arrival,
+                    eos_ids=ask.eos_ids,
                 )
             )
     return requests

@@ -49,6 +49,7 @@ def chat_ask(
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         arrival=arrival,
+        eos_ids=tokenizer.eos_ids,
         max_tokens_param=max_tokens_field(body),
         prompt_param="messages",
     )
@@ -91,6 +92,7 @@ def completion_ask(
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         arrival=arrival,
+        eos_ids=tokenizer.eos_ids,
     )
 
 

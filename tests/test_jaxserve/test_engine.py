@@ -4,6 +4,8 @@ The fake's next token is (sum of all tokens of the sequence + their number) modu
 every token and on nothing else, so any wrong, missing or repeated token shows.
 """
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -162,6 +164,19 @@ def test_an_end_token_stops_and_is_the_last_token():
     pieces = run(engine)["a"]
     assert tokens_of(pieces) == expected(prompt, 30, ends={96})
     assert pieces[-1].finish_reason is FinishReason.STOP
+
+
+def test_a_requests_own_end_tokens_count_like_the_models():
+    engine, _ = make_engine()
+    answer = expected([3], 12)
+    ends = (answer[4],)
+    for name, ignore in (("ends", False), ("ignores", True)):
+        engine.add(
+            dataclasses.replace(request(name, [3], max_tokens=12, ignore_eos=ignore), eos_ids=ends)
+        )
+    outputs = run(engine)
+    assert tokens_of(outputs["ends"]) == answer[:5]
+    assert tokens_of(outputs["ignores"]) == answer
 
 
 def test_stop_token_ids_and_min_tokens():
