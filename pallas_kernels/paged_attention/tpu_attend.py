@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention.tpu_schedule import (
-    Cursor,
     Plan,
     Ref,
     Schedule,
@@ -54,36 +53,49 @@ class AttendRefs(NamedTuple):
     out_done: Ref
 
 
+class Block(NamedTuple):
+    """What is fetched of a sequence's KV block: its tokens from begin to end - 1."""
+
+    sequence: jax.Array
+    number: jax.Array
+    begin: jax.Array
+    end: jax.Array
+
+
 def attend_all(schedule: Schedule, refs: AttendRefs) -> None:
     """Computes all rows of the batch, and returns when they are in `out`."""
-    plan = schedule.plan
-    start, zero = schedule.start(), jnp.int32(0)
+    plan, zero = schedule.plan, jnp.int32(0)
 
     def step(
-        carry: tuple[Cursor, jax.Array, jax.Array, jax.Array],
-    ) -> tuple[Cursor, jax.Array, jax.Array, jax.Array]:
-        cursor, side, slot, unfinished = carry
-        tile, following = schedule.tile(cursor), schedule.next_tile(cursor)
-        _start_query(schedule, refs, following, 1 - side)
+        carry: tuple[Tile, jax.Array, jax.Array, jax.Array],
+    ) -> tuple[Tile, jax.Array, jax.Array, jax.Array]:
+        tile, side, slot, unfinished = carry
+        following = schedule.next_tile(tile)
+        more = schedule.more(following.cursor)
 
-        def compute(size: TileSize) -> None:
-            _query_copy(refs, plan, tile, side, size).wait()
-            begin_tile(refs.tile, plan, side, size)
-            _fold_blocks(schedule, refs, cursor, following, slot, size)
+        @pl.when(more)
+        def _() -> None:
+            _with_query_copy(refs, plan, following, 1 - side, _start)
 
-        _with_size(schedule, cursor, compute)
+        _with_query_copy(refs, plan, tile, side, _wait)
+        _with_size(plan, tile, lambda size: begin_tile(refs.tile, plan, side, size))
+        slot = _fold_blocks(refs, plan, tile, following, more, slot)
         # The tile before this one had all of this one's time to be written.
         _each_out_copy(refs, plan, zero, unfinished, _wait)
-        _with_size(schedule, cursor, lambda size: end_tile(refs.tile, plan, size))
+        _with_size(plan, tile, lambda size: end_tile(refs.tile, plan, size))
         _each_out_copy(refs, plan, tile.row, tile.num_rows, _start)
-        slot = (slot + tile.last_block - tile.first_block) & 1
         return following, 1 - side, slot, tile.num_rows
 
-    _start_query(schedule, refs, start, zero)
-    _start_first_block(schedule, refs, start, zero)
-    *_, unfinished = lax.while_loop(
-        lambda carry: schedule.more(carry[0]), step, (start, zero, zero, zero)
-    )
+    first = schedule.tile(schedule.start())
+
+    @pl.when(schedule.more(first.cursor))
+    def _() -> None:
+        _with_query_copy(refs, plan, first, zero, _start)
+        _each_page(refs, plan, _block(first, first.first_block), zero, _start)
+
+    unfinished = lax.while_loop(
+        lambda carry: schedule.more(carry[0].cursor), step, (first, zero, zero, zero)
+    )[-1]
     _each_out_copy(refs, plan, zero, unfinished, _wait)
 
 
@@ -95,97 +107,79 @@ def _wait(copy: Any) -> None:
     copy.wait()
 
 
-def _with_size(schedule: Schedule, cursor: Cursor, act: Callable[[TileSize], None]) -> None:
-    """Calls `act` with the size of the tile at the cursor; every size is compiled, one runs."""
-    facts, largest = schedule.plan.facts, schedule.plan.blocks.tile_tokens
-    single = schedule.is_single(cursor)
-    if largest == 1:
-        act(TileSize(1, facts.rows(1)))
+def _with_size(plan: Plan, tile: Tile, act: Callable[[TileSize], None]) -> None:
+    """Calls `act` with the tile's static size: every size is compiled, one runs."""
+    largest = plan.blocks.tile_tokens
+    sizes = [TileSize(tokens, plan.facts.rows(tokens)) for tokens in sorted({1, largest})]
+    if len(sizes) == 1:
+        act(sizes[0])
         return
-    for tokens, wanted in ((1, single), (largest, jnp.logical_not(single))):
-        size = TileSize(tokens, facts.rows(tokens))
-        pl.when(wanted)(functools.partial(act, size))
+    single = tile.num_rows == 1
+    lax.cond(single, lambda: act(sizes[0]), lambda: act(sizes[1]))
 
 
-def _start_query(schedule: Schedule, refs: AttendRefs, cursor: Cursor, side: jax.Array) -> None:
-    """Starts to fetch the queries of the tile at the cursor, if there is one."""
-
-    @pl.when(schedule.more(cursor))
-    def _() -> None:
-        def start(size: TileSize) -> None:
-            _query_copy(refs, schedule.plan, schedule.tile(cursor), side, size).start()
-
-        _with_size(schedule, cursor, start)
-
-
-def _query_copy(refs: AttendRefs, plan: Plan, tile: Tile, side: jax.Array, size: TileSize) -> Any:
-    count = size.tokens * plan.facts.group
-    source = refs.queries.at[:, pl.ds(tile.row * plan.facts.group, count)]
-    into = refs.tile.query_in.at[side, :, pl.ds(0, count)]
-    return pltpu.make_async_copy(source, into, refs.query_done.at[side])
-
-
-def _start_first_block(
-    schedule: Schedule, refs: AttendRefs, cursor: Cursor, slot: jax.Array
+def _with_query_copy(
+    refs: AttendRefs, plan: Plan, tile: Tile, side: jax.Array, act: Callable[[Any], None]
 ) -> None:
-    """Starts to fetch the first block of the tile at the cursor, if there is one."""
+    """Calls `act` with the copy of the tile's queries."""
 
-    @pl.when(schedule.more(cursor))
-    def _() -> None:
-        tile = schedule.tile(cursor)
-        _each_page(refs, schedule.plan, cursor, tile, tile.first_block, slot, _start)
+    def with_copy(size: TileSize) -> None:
+        count = size.tokens * plan.facts.group
+        source = refs.queries.at[:, pl.ds(tile.row * plan.facts.group, count)]
+        into = refs.tile.query_in.at[side, :, pl.ds(0, count)]
+        act(pltpu.make_async_copy(source, into, refs.query_done.at[side]))
+
+    _with_size(plan, tile, with_copy)
+
+
+def _block(tile: Tile, number: jax.Array) -> Block:
+    return Block(tile.cursor.sequence, number, tile.begin, tile.end)
 
 
 def _fold_blocks(
-    schedule: Schedule,
-    refs: AttendRefs,
-    cursor: Cursor,
-    following: Cursor,
-    slot: jax.Array,
-    size: TileSize,
-) -> None:
-    """Adds the blocks of the cursor's tile to its sums, fetching one block ahead."""
-    plan, tile = schedule.plan, schedule.tile(cursor)
+    refs: AttendRefs, plan: Plan, tile: Tile, following: Tile, more: jax.Array, slot: jax.Array
+) -> jax.Array:
+    """Adds the tile's blocks to its sums, fetching one block ahead; returns the next slot.
 
-    def fold(block: jax.Array, slot: jax.Array) -> jax.Array:
-        is_last = block + 1 == tile.last_block
+    more: whether there is a following tile, whose first block is fetched during the last of this.
+    """
 
-        @pl.when(jnp.logical_not(is_last))
+    def fold(number: jax.Array, slot: jax.Array) -> jax.Array:
+        is_last = number + 1 == tile.last_block
+        ahead = jax.tree.map(
+            lambda after, other: jnp.where(is_last, after, other),
+            _block(following, following.first_block),
+            _block(tile, number + 1),
+        )
+
+        @pl.when(jnp.logical_not(is_last) | more)
         def _() -> None:
-            _each_page(refs, plan, cursor, tile, block + 1, 1 - slot, _start)
+            _each_page(refs, plan, ahead, 1 - slot, _start)
 
-        @pl.when(is_last)
-        def _() -> None:
-            _start_first_block(schedule, refs, following, 1 - slot)
-
-        _each_page(refs, plan, cursor, tile, block, slot, _wait)
-        clear_edges(refs.tile, plan, tile, block, slot)
-        fold_block(refs.tile, plan, tile, block, slot, size)
+        _each_page(refs, plan, _block(tile, number), slot, _wait)
+        clear_edges(refs.tile, plan, tile, number, slot)
+        _with_size(plan, tile, lambda size: fold_block(refs.tile, plan, tile, number, slot, size))
         return 1 - slot
 
-    lax.fori_loop(tile.first_block, tile.last_block, fold, slot)
+    slot = lax.fori_loop(tile.first_block, tile.last_block, fold, slot)
+    return slot
 
 
 def _each_page(
-    refs: AttendRefs,
-    plan: Plan,
-    cursor: Cursor,
-    tile: Tile,
-    block: jax.Array,
-    slot: jax.Array,
-    act: Callable[[Any], None],
+    refs: AttendRefs, plan: Plan, block: Block, slot: jax.Array, act: Callable[[Any], None]
 ) -> None:
-    """Calls `act` with the copies of those pages of a block that the tile needs."""
+    """Calls `act` with the copies of the pages that hold the block's tokens."""
     facts = plan.facts
     per_block = plan.blocks.block_tokens // facts.page_size
     page_rows = facts.page_size // facts.layout.pack
-    first = jnp.maximum(block * per_block, divide(tile.begin, facts.page_size))
-    last = jnp.minimum((block + 1) * per_block, divide_up(tile.end, facts.page_size))
-    table = cursor.sequence * facts.pages_per_sequence
+    before = block.number * per_block
+    first = jnp.maximum(before, divide(block.begin, facts.page_size))
+    last = jnp.minimum(before + per_block, divide_up(block.end, facts.page_size))
+    table = block.sequence * facts.pages_per_sequence
 
     def copy(number: jax.Array, _: None) -> None:
         page = refs.tables[table + number]
-        row = pl.multiple_of((number - block * per_block) * page_rows, page_rows)
+        row = pl.multiple_of((number - before) * page_rows, page_rows)
         for pages, buffer in zip(refs.pages, refs.tile.blocks, strict=True):
             into = buffer.at[slot, :, pl.ds(row, page_rows)]
             act(pltpu.make_async_copy(pages.at[page], into, refs.pages_done.at[slot]))
@@ -198,14 +192,10 @@ def _each_out_copy(
 ) -> None:
     """Calls `act` with copies that together hold `count` tokens: one per power of two in it."""
     group = plan.facts.group
-    for size in _powers_of_two(plan.blocks.tile_tokens):
+    for bit in reversed(range(plan.blocks.tile_tokens.bit_length())):
+        size = 1 << bit
         first = (count & ~(2 * size - 1)) * group
         source = refs.tile.out_tile.at[:, pl.ds(first, size * group)]
         into = refs.out.at[:, pl.ds(row * group + first, size * group)]
         copy = pltpu.make_async_copy(source, into, refs.out_done)
         pl.when((count & size) != 0)(functools.partial(act, copy))
-
-
-def _powers_of_two(largest: int) -> list[int]:
-    """From `largest`, itself one, down to 1."""
-    return [1 << bit for bit in reversed(range(largest.bit_length()))]

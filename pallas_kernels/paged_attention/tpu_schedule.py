@@ -49,12 +49,13 @@ class Tokens(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a tile reads.
+    """What the tile at a cursor reads.
 
     row, num_rows: its query tokens; position: of the first. begin, end: positions of the KV tokens
     that it needs, from begin to end - 1; first_block, last_block: of those, last excluded.
     """
 
+    cursor: Cursor
     row: jax.Array
     num_rows: jax.Array
     position: jax.Array
@@ -129,19 +130,16 @@ class Schedule:
         )
         return Cursor(sequence, jnp.where(same, cursor.number + 1, 0))
 
-    def is_single(self, cursor: Cursor) -> jax.Array:
-        """Whether the tile is one token that decodes."""
-        return self.tokens(cursor.sequence).num_rows == 1
-
-    def next_tile(self, cursor: Cursor) -> Cursor:
-        """The tile after the cursor's."""
-        count = self.tokens(cursor.sequence).num_rows
-        return self.advance(cursor, divide_up(count, self.plan.blocks.tile_tokens))
+    def next_tile(self, tile: Tile) -> Tile:
+        """The tile after this one."""
+        count = self.tokens(tile.cursor.sequence).num_rows
+        tiles = divide_up(count, self.plan.blocks.tile_tokens)
+        return self.tile(self.advance(tile.cursor, tiles))
 
     def tile(self, cursor: Cursor) -> Tile:
-        """What the tile at the cursor reads."""
+        """The tile at the cursor; at the end, one that must not be read."""
         blocks = self.plan.blocks
-        tokens = self.tokens(cursor.sequence)
+        tokens = self.tokens(jnp.minimum(cursor.sequence, self._num_sequences - 1))
         offset = cursor.number * blocks.tile_tokens
         count = jnp.minimum(tokens.num_rows - offset, blocks.tile_tokens)
         position = tokens.position + offset
@@ -150,6 +148,7 @@ class Schedule:
             begin = jnp.maximum(position - (self.plan.window - 1), 0)
         end = position + count
         return Tile(
+            cursor,
             tokens.row + offset,
             count,
             position,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import cases, reference, tpu_attend, tpu_tile, tpu_write
+from pallas_kernels.paged_attention import cases, reference, tpu_attend, tpu_tile
 from pallas_kernels.paged_attention.cases import Case, Inputs
 from pallas_kernels.paged_attention.reference import KVPages, PagedBatch
 from pallas_kernels.paged_attention.tpu import paged_attention
@@ -100,12 +100,10 @@ SETTINGS = {
     "two-tokens-a-row-with-everything": Setting(
         heads=(4, 2, 64), page_size=32, window=150, soft_cap=3.0, sinks=True, writes=3
     ),
-    "multi-head-80": Setting(heads=(2, 2, 80), page_size=32, dtype="bfloat16", window=21),
-    "multi-query-96-with-sinks": Setting(heads=(3, 1, 96), sinks=True),
-    "llama": Setting(heads=(4, 2, 128), page_dtype="bfloat16", dtype="bfloat16", page_size=64),
+    "multi-head-80": Setting(heads=(2, 2, 80), page_size=64, dtype="bfloat16", window=21),
     "gemma": Setting(heads=(2, 1, 256), page_size=256, soft_cap=5.0, writes=4),
 }
-#: The smallest program, for planted mistakes.
+#: The smallest program, with tiles of one token, for planted mistakes.
 PLAIN = Setting(heads=(1, 1, 128), window=100, tile_tokens=1)
 
 Run = Callable[[Inputs], tuple[np.ndarray, KVPages]]
@@ -140,7 +138,7 @@ def compile_for(setting: Setting) -> Run:
     return run
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap"), compiler_options=QUICK)
 def _defined(q: Any, k: Any, v: Any, pages: Any, batch: Any, **options: Any) -> Any:
     return reference.paged_attention(q, k, v, pages, batch, **options)
 
@@ -187,10 +185,10 @@ def assert_right(setting: Setting, inputs: Inputs, out: np.ndarray, pages: KVPag
 
 
 @pytest.fixture(scope="module", params=SETTINGS)
-def program(request: pytest.FixtureRequest) -> Iterator[tuple[Setting, Run]]:
+def program(request: pytest.FixtureRequest) -> tuple[Setting, Run]:
     """Each setting with its program; tests of one program run together, then it is dropped."""
     setting = SETTINGS[request.param]
-    yield setting, compile_for(setting)
+    return setting, compile_for(setting)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -227,12 +225,7 @@ def _sees_one_token_more(plan: Plan, shape: tuple[int, ...], furthest: jax.Array
     return SEEN(plan, shape, furthest + 1)
 
 
-def _window_too_wide(plan: Plan, shape: tuple[int, ...], furthest: jax.Array) -> jax.Array:
-    assert plan.window is not None
-    return SEEN(dataclasses.replace(plan, window=plan.window + 1), shape, furthest)
-
-
-def _from_the_wrong_place(refs: Any, plan: Plan, cursor: Any, *rest: Any) -> None:
+def _of_the_sequence_before(refs: Any, plan: Plan, cursor: Any, *rest: Any) -> None:
     """Reads the table one entry too far: the page that comes next is not the sequence's own."""
     shifted = dataclasses.replace(plan, facts=dataclasses.replace(plan.facts, pages_per_sequence=1))
     EACH_PAGE(refs, shifted, cursor, *rest)
@@ -241,20 +234,13 @@ def _from_the_wrong_place(refs: Any, plan: Plan, cursor: Any, *rest: Any) -> Non
 SEEN, EACH_PAGE = tpu_tile._seen, tpu_attend._each_page
 
 
-def _nothing(*_: Any) -> None:
-    """In place of a step that the kernel needs."""
-
-
 @pytest.mark.parametrize(
     ("module", "name", "mistake"),
     [
         (tpu_tile, "_seen", _sees_one_token_more),
-        (tpu_tile, "_seen", _window_too_wide),
-        (tpu_attend, "_each_page", _from_the_wrong_place),
-        (tpu_attend, "clear_edges", _nothing),
-        (tpu_write, "_merge", _nothing),
+        (tpu_attend, "_each_page", _of_the_sequence_before),
     ],
-    ids=["mask", "window", "stale-page", "edges-not-cleared", "not-written"],
+    ids=["mask", "stale-page"],
 )
 def test_a_planted_mistake_is_found(
     module: Any, name: str, mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
