@@ -94,6 +94,48 @@ class Emitter:
         """The larger; NaN when y is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
 
+    def transpose(self, rows: list[Any]) -> list[Any]:
+        """Columns of a square of `lanes` vectors, `lanes` a multiple of 4."""
+        assert len(rows) == self.lanes, (len(rows), self.lanes)
+        assert self.lanes % 4 == 0, self.lanes
+        quads = range(0, self.lanes, 4)
+        low = [i for j in quads for i in (j, self.lanes + j, j + 1, self.lanes + j + 1)]
+        high = [i + 2 for i in low]
+        left = [i for j in quads for i in (j, j + 1, self.lanes + j, self.lanes + j + 1)]
+        right = [i + 2 for i in left]
+        out: list[Any] = [None] * self.lanes
+        for j in quads:  # four rows become columns inside each group of four lanes
+            a, b, c, d = rows[j : j + 4]
+            first, second = self._shuffle(a, b, low), self._shuffle(c, d, low)
+            third, fourth = self._shuffle(a, b, high), self._shuffle(c, d, high)
+            out[j], out[j + 1] = (self._shuffle(first, second, side) for side in (left, right))
+            out[j + 2], out[j + 3] = (self._shuffle(third, fourth, side) for side in (left, right))
+        step = 4
+        while step < self.lanes:  # then groups of lanes change places
+            for i in range(self.lanes):
+                if i & step == 0:
+                    out[i], out[i + step] = self._exchange(out[i], out[i + step], step)
+            step *= 2
+        return out
+
+    def _exchange(self, x: Any, y: Any, step: int) -> tuple[Any, Any]:
+        lanes = range(self.lanes)
+        first = [self.lanes + j - step if j & step else j for j in lanes]
+        second = [self.lanes + j if j & step else j + step for j in lanes]
+        return self._shuffle(x, y, first), self._shuffle(x, y, second)
+
+    def _shuffle(self, x: Any, y: Any, mask: list[int]) -> Any:
+        kind = ir.VectorType(I32, self.lanes)
+        return self.builder.shuffle_vector(x, y, ir.Constant(kind, mask))
+
+    def collect(self, addresses: list[Any]) -> Any:
+        """A vector of the floats at `lanes` addresses."""
+        vector = ir.Constant(self.floats, ir.Undefined)
+        for i, address in enumerate(addresses):
+            value = Emitter(self.builder, 1).load(address)
+            vector = self.builder.insert_element(vector, value, ir.Constant(I32, i))
+        return vector
+
     def exp2(self, x: Any) -> Any:
         """2**x for x <= 127; 0 below -126, NaN for NaN. Relative error about 1e-7."""
         b = self.builder

@@ -64,6 +64,7 @@ from pallas_kernels.paged_attention.cpu_call import (
 )
 from pallas_kernels.paged_attention.cpu_tiles import (
     EMPTY,
+    PANEL_VECTORS,
     VECTOR_BYTES,
     add_values,
     cap_column,
@@ -73,8 +74,8 @@ from pallas_kernels.paged_attention.cpu_tiles import (
 )
 
 BLOCK, SPLIT = 64, 512
-PANEL = 3 * LANES
-TILE_ROWS = 4 * PANEL
+PANEL = PANEL_VECTORS * LANES
+TILE_ROWS = 6 * PANEL
 LOG2_E = 1.4426950408889634
 #: Below so many bytes read or written, waking other threads costs more than it saves.
 SERIAL_BYTES = 64 * 1024
@@ -103,11 +104,11 @@ def gather_block(
 
 @compiled
 def scores_in_pages(
-    context: int, sequence: int, head: int, first: int, end: int, queries: int, width: int, out: int
+    context: int, sequence: int, head: int, first: int, end: int, queries: int, rows: int, out: int
 ) -> None:
     """`make_scores` for positions first..end, read in place; asks for their values ahead."""
     call = call_at(context)
-    position = first
+    position, row_bytes = first, (rows + LANES - 1) // LANES * VECTOR_BYTES
     while position < end:
         count = smaller(end - position, call.page_size - position % call.page_size)
         place = 4 * place_in_pages(context, sequence, head, position)
@@ -117,8 +118,8 @@ def scores_in_pages(
             count,
             queries,
             call.H,
-            width,
-            out + (position - first) * width * VECTOR_BYTES,
+            rows,
+            out + (position - first) * row_bytes,
             call.pages_v + place,
         )
         position += count
@@ -302,12 +303,12 @@ def fold_block(context: int, work: int, panel: int, first: int, end: int, limit:
             end - first,
             queries,
             call.H,
-            width,
+            count,
             tile.weights,
             tile.block_v,
         )
     else:
-        scores_in_pages(context, tile.sequence, tile.head, first, end, queries, width, tile.weights)
+        scores_in_pages(context, tile.sequence, tile.head, first, end, queries, count, tile.weights)
     all_seen = first >= int_at(tile.lows, panel + count - 1) and end - 1 <= int_at(
         tile.highs, panel
     )

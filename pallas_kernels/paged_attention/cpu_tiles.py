@@ -1,9 +1,9 @@
 """The inner loops of attention on CPUs: small tiles of products, and the softmax of a block.
 
-Step 6b. A *panel* is up to 3 * LANES query rows of one KV head (row = query token, query head of
+Step 6b. A *panel* is up to 2 * LANES query rows of one KV head (row = query token, query head of
 the group). Its scores stand transposed, [kv positions, panel width], so that every operation on
 them is a plain vector operation over rows, and a row's arithmetic is the same whatever rows share
-its panel: a key's product with a query is one chain of multiply-adds over the head's dimensions,
+its panel: a key's product with a query is two chains of multiply-adds over the head's even and odd dimensions,
 a sum over positions one chain in ascending order. Nothing here depends on the tile's size except
 the speed. Knows nothing of pages or batches.
 """
@@ -25,16 +25,21 @@ ADDRESS, SIZE = types.intp, types.intp
 EMPTY, MASKED = -1e29, -1e30
 VECTOR_BYTES = 4 * LANES
 LINE = 64
-#: Kv positions per tile for panels of 1, 2 and 3 vectors: at most 12 sums stay in registers.
-SCORE_ROWS = {1: 8, 2: 4, 3: 4}
-#: Query rows per tile of the value product and its width in vectors.
-VALUE_VECTORS = {6: 2, 3: 4, 1: 4}
+#: A panel's width in vectors. Tiles keep at most 8 sums in registers: 16 exist on AVX2, and with
+#: more LLVM moves sums to memory and back in each round, which doubles the time.
+PANEL_VECTORS = 2
+#: Kv positions per tile of the score product.
+SCORE_ROWS = 4
+#: Query rows per tile of the value product, and its width in vectors.
+VALUE_VECTORS = {4: 2, 3: 2, 2: 4, 1: 4}
 
 
 def _score_tile(rows: int, width: int) -> Any:
     """out[s, :] = sum over d of k[s, d] * q[d, :] for `rows` positions, `width` vectors.
 
-    Asks, little by little, for as much memory from `ahead` on as the tile's rows of k take.
+    Even and odd d are summed up apart, then added: two chains hide the latency of one. Narrow
+    panels run both at once, wide ones, with sums enough, one after the other. Asks, little by
+    little, for as much memory from `ahead` on as the tile's rows of k take.
     """
 
     @procedure(ADDRESS, SIZE, ADDRESS, SIZE, ADDRESS, ADDRESS)
@@ -42,22 +47,84 @@ def _score_tile(rows: int, width: int) -> Any:
         b: Any, k: Any, k_stride: Any, q: Any, head_size: Any, out: Any, ahead: Any
     ) -> None:
         e = Emitter(b, LANES)
-        sums = [[_variable(e) for _ in range(width)] for _ in range(rows)]
+        even, odd = ([[_variable(e) for _ in range(width)] for _ in range(rows)] for _ in range(2))
         starts = [offset(b, k, row, k_stride) for row in range(rows)]
-        with vectors.loop(b, head_size) as d:
-            vectors.emit_prefetch(b, offset(b, ahead, d, 4 * rows))
+        half = b.lshr(head_size, vectors.int64(1))
+
+        def add(sums: list[list[Any]], d: Any) -> None:
             q_row = offset(b, q, d, width * VECTOR_BYTES)
             query = [e.load(offset(b, q_row, i, VECTOR_BYTES)) for i in range(width)]
-            for row in range(rows):
-                key = e.splat_from(offset(b, starts[row], d, 4))
+            for start, row in zip(starts, sums, strict=True):
+                key = e.splat_from(offset(b, start, d, 4))
                 for i in range(width):
-                    b.store(e.muladd(key, query[i], b.load(sums[row][i])), sums[row][i])
+                    b.store(e.muladd(key, query[i], b.load(row[i])), row[i])
+
+        def second(i: Any) -> Any:
+            return b.add(b.shl(i, vectors.int64(1)), vectors.int64(1))
+
+        with vectors.loop(b, half) as i:
+            vectors.emit_prefetch(b, offset(b, ahead, i, 8 * rows))
+            add(even, b.shl(i, vectors.int64(1)))
+            if width == 1:
+                add(odd, second(i))
+        with vectors.loop(b, b.and_(head_size, vectors.int64(1))):
+            add(even, b.sub(head_size, vectors.int64(1)))
+        if width > 1:
+            with vectors.loop(b, half) as i:
+                add(odd, second(i))
         for row in range(rows):
             for i in range(width):
                 place = offset(b, out, row * width + i, VECTOR_BYTES)
-                e.store(b.load(sums[row][i]), place)
+                e.store(b.fadd(b.load(even[row][i]), b.load(odd[row][i])), place)
 
     return score_tile
+
+
+def _few_rows_tile(rows: int) -> Any:
+    """As a score tile of LANES positions and one vector, for panels of few rows.
+
+    Here the lanes are positions, so that none is idle: keys are transposed in registers. Sums are
+    made in the same order as in the other tiles.
+    """
+
+    @procedure(ADDRESS, SIZE, ADDRESS, SIZE, ADDRESS, ADDRESS)
+    def few_rows_tile(
+        b: Any, k: Any, k_stride: Any, q: Any, head_size: Any, out: Any, ahead: Any
+    ) -> None:
+        e = Emitter(b, LANES)
+        even, odd = ([_variable(e) for _ in range(rows)] for _ in range(2))
+        starts = [offset(b, k, position, k_stride) for position in range(LANES)]
+
+        def add(sums: list[Any], keys: Any, d: Any) -> None:
+            q_row = offset(b, q, d, VECTOR_BYTES)
+            for row in range(rows):
+                query = e.splat_from(offset(b, q_row, row, 4))
+                b.store(e.muladd(keys, query, b.load(sums[row])), sums[row])
+
+        with vectors.loop(b, b.udiv(head_size, vectors.int64(LANES))) as chunk:
+            for line in range(0, LANES * VECTOR_BYTES, LINE):
+                start = offset(b, ahead, chunk, LANES * VECTOR_BYTES)
+                vectors.emit_prefetch(b, offset(b, start, line, 1))
+            keys = e.transpose([e.load(offset(b, start, chunk, VECTOR_BYTES)) for start in starts])
+            for i in range(LANES):
+                d = b.add(b.mul(chunk, vectors.int64(LANES)), vectors.int64(i))
+                add(odd if i % 2 else even, keys[i], d)
+        left = b.urem(head_size, vectors.int64(LANES))
+        first = b.sub(head_size, left)
+        with vectors.loop(b, b.lshr(left, vectors.int64(1))) as pair:
+            d = b.add(first, b.shl(pair, vectors.int64(1)))
+            for sums in (even, odd):
+                add(sums, e.collect([offset(b, start, d, 4) for start in starts]), d)
+                d = b.add(d, vectors.int64(1))
+        with vectors.loop(b, b.and_(left, vectors.int64(1))):
+            d = b.sub(head_size, vectors.int64(1))
+            add(even, e.collect([offset(b, start, d, 4) for start in starts]), d)
+        totals = [b.fadd(b.load(x), b.load(y)) for x, y in zip(even, odd, strict=True)]
+        totals += [e.constant(0.0)] * (LANES - rows)
+        for position, vector in enumerate(e.transpose(totals)):
+            e.store(vector, offset(b, out, position, VECTOR_BYTES))
+
+    return few_rows_tile
 
 
 def _value_tile(rows: int, width: int, lanes: int) -> Any:
@@ -161,25 +228,27 @@ def soften_column(
     e.store(new, top)
 
 
-def _scores_of_panel(width: int) -> Any:
-    """Compiled function: out [count, width * LANES] = k [count, H] . q [H, width * LANES]."""
-    several, single = _score_tile(SCORE_ROWS[width], width), _score_tile(1, width)
-    rows, row_bytes = SCORE_ROWS[width], width * VECTOR_BYTES
+def _scores_of_panel(name: str, several: Any, positions: int, width: int) -> Any:
+    """Compiled function: out [count, width * LANES] = k [count, H] . q [H, width * LANES].
+
+    several: a tile of that many positions.
+    """
+    single, row_bytes = _score_tile(1, width), width * VECTOR_BYTES
 
     def scores(
         k: int, stride: int, count: int, q: int, head_size: int, out: int, ahead: int
     ) -> None:
         s = 0
-        while s + rows <= count:
+        while s + positions <= count:
             place = s * stride
             several(k + place, stride, q, head_size, out + s * row_bytes, ahead + place)
-            s += rows
+            s += positions
         while s < count:
             place = s * stride
             single(k + place, stride, q, head_size, out + s * row_bytes, ahead + place)
             s += 1
 
-    return compiled(named(scores, f"scores_{width}"))
+    return compiled(named(scores, f"scores_{name}"))
 
 
 def _values_of_rows(rows: int) -> Any:
@@ -212,24 +281,35 @@ def _values_of_rows(rows: int) -> Any:
     return compiled(named(values, f"values_{rows}"))
 
 
-_scores_1, _scores_2, _scores_3 = (_scores_of_panel(width) for width in (1, 2, 3))
-_values_6, _values_3, _values_1 = (_values_of_rows(rows) for rows in (6, 3, 1))
+_scores_wide = _scores_of_panel("wide", _score_tile(SCORE_ROWS, 2), SCORE_ROWS, 2)
+_scores_narrow = _scores_of_panel("narrow", _score_tile(SCORE_ROWS, 1), SCORE_ROWS, 1)
+_scores_1, _scores_2, _scores_3, _scores_4 = (
+    _scores_of_panel(f"of_{rows}", _few_rows_tile(rows), LANES, 1) for rows in (1, 2, 3, 4)
+)
+_values_4, _values_3, _values_2, _values_1 = (_values_of_rows(rows) for rows in (4, 3, 2, 1))
 
 
 @compiled
 def make_scores(
-    k: int, stride: int, count: int, q: int, head_size: int, width: int, out: int, ahead: int
+    k: int, stride: int, count: int, q: int, head_size: int, rows: int, out: int, ahead: int
 ) -> None:
-    """out [count, width * LANES] = k [count, head_size] . q [head_size, width * LANES].
+    """out [count, lanes] = k [count, head_size] . q [head_size, lanes].
 
-    Memory from `ahead` on, as much as k takes, is fetched into the cache meanwhile.
+    lanes: rows, rounded up to LANES or 2 * LANES. Memory from `ahead` on, as much as k takes, is
+    fetched into the cache meanwhile.
     """
-    if width == 1:
-        _scores_1(k, stride, count, q, head_size, out, ahead)
-    elif width == 2:
+    if rows > LANES:
+        _scores_wide(k, stride, count, q, head_size, out, ahead)
+    elif rows > 4:
+        _scores_narrow(k, stride, count, q, head_size, out, ahead)
+    elif rows == 4:
+        _scores_4(k, stride, count, q, head_size, out, ahead)
+    elif rows == 3:
+        _scores_3(k, stride, count, q, head_size, out, ahead)
+    elif rows == 2:
         _scores_2(k, stride, count, q, head_size, out, ahead)
     else:
-        _scores_3(k, stride, count, q, head_size, out, ahead)
+        _scores_1(k, stride, count, q, head_size, out, ahead)
 
 
 @compiled
@@ -248,23 +328,16 @@ def add_values(
 
     Memory from `ahead` on, as much as v takes, is fetched into the cache meanwhile.
     """
-    distance = ahead - v
+    distance, row_bytes = ahead - v, 4 * head_size
     r = 0
-    while r + 6 <= rows:
-        _values_6(
-            p + 4 * r, p_stride, v, stride, count, head_size, out + 4 * r * head_size, distance
-        )
+    while r + 4 <= rows:
+        _values_4(p + 4 * r, p_stride, v, stride, count, head_size, out + r * row_bytes, distance)
         distance = 0
-        r += 6
-    while r + 3 <= rows:
-        _values_3(
-            p + 4 * r, p_stride, v, stride, count, head_size, out + 4 * r * head_size, distance
-        )
-        distance = 0
-        r += 3
-    while r < rows:
-        _values_1(
-            p + 4 * r, p_stride, v, stride, count, head_size, out + 4 * r * head_size, distance
-        )
-        distance = 0
-        r += 1
+        r += 4
+    p, out, left = p + 4 * r, out + r * row_bytes, rows - r
+    if left == 3:
+        _values_3(p, p_stride, v, stride, count, head_size, out, distance)
+    elif left == 2:
+        _values_2(p, p_stride, v, stride, count, head_size, out, distance)
+    elif left == 1:
+        _values_1(p, p_stride, v, stride, count, head_size, out, distance)

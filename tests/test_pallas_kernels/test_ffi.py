@@ -192,7 +192,8 @@ def test_a_folder_that_cannot_be_written_only_costs_time(tmp_path: pathlib.Path)
     blocked.write_text("not a folder")
 
     def handler(frame: int) -> int:
-        return int(frame == 0)
+        abi.must_run(frame)
+        return 0
 
     loaded = targets.load("test_blocked_folder", handler, (), blocked / "inside")
     assert loaded.folder is None
