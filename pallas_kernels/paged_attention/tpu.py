@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.errors import KernelError
 from pallas_kernels.paged_attention.reference import KVPages, PagedBatch, row_positions
 from pallas_kernels.paged_attention.tpu_attend import AttendRefs, attend_all
-from pallas_kernels.paged_attention.tpu_blocks import Blocks, Facts, check, choose_blocks
+from pallas_kernels.paged_attention.tpu_blocks import Blocks, Facts, check, choose_blocks, rule
 from pallas_kernels.paged_attention.tpu_layout import (
     HEAD_SIZES,
     LANES,
@@ -68,6 +68,21 @@ def refusals(
         reasons.append(
             f"page size {page_size} is not a multiple of {SMALLEST_PAGE} up to {LARGEST_PAGE}"
         )
+    if not reasons:
+        smallest = Facts(
+            num_rows=1,
+            num_kv_heads=num_kv_heads,
+            group=num_heads // num_kv_heads,
+            head_size=head_size,
+            page_size=page_size,
+            pages_per_sequence=1,
+            page_dtype=np.dtype(page_dtype),
+            compute_dtype=np.dtype(jnp.promote_types(dtype, page_dtype)),
+        )
+        try:
+            check(rule(smallest), smallest)
+        except KernelError as error:
+            reasons.append(str(error))
     return reasons
 
 
