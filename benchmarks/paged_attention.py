@@ -1,6 +1,7 @@
 """Attention of one layer on this machine's CPU: the kernel, the definition, and the best of XLA.
 
     python benchmarks/paged_attention.py [--rounds 15] [--filter smollm2] [--page-size 16]
+                                         [--page-dtype float32]
 
 Each round runs everything once, in turn, so that what else the machine does hits all alike; the
 table shows medians over rounds, and the median over rounds of the ratios. "of read" is the share
@@ -112,8 +113,8 @@ def make_runner(attend: Callable[..., Any], inputs: cases.Inputs) -> Runner:
     return run
 
 
-def make_entry(case: Case) -> Entry:
-    inputs = cases.make_inputs(case, poison=False)
+def make_entry(case: Case, page_dtype: str) -> Entry:
+    inputs = cases.make_inputs(case, poison=False, page_dtype=page_dtype)
     xla: dict[str, Callable[..., Any]] = {"xla mapped": xla_mapped, "xla gathered": xla_gathered}
     if max(case.q_lens) > 1:
         xla = {"xla prefill": xla_prefill}
@@ -164,12 +165,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--filter", default="smollm2")
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--page-dtype", default="float32", choices=cpu.DTYPES)
     options = parser.parse_args()
+    item_bytes = jnp.dtype(options.page_dtype).itemsize
     loaded = cpu.load()
     how = "loaded from the cache" if loaded.from_cache else "compiled"
     print(f"kernel {how} in {loaded.seconds:.1f} s ({loaded.cpu_seconds:.1f} CPU seconds)")
     chosen = [case for case in cases.FULL if options.filter in case.name]
-    entries = [make_entry(dataclasses.replace(c, page_size=options.page_size)) for c in chosen]
+    entries = [
+        make_entry(dataclasses.replace(c, page_size=options.page_size), options.page_dtype)
+        for c in chosen
+    ]
     read = make_reader(os.cpu_count() or 1)
     bandwidth: list[float] = []
     times: dict[tuple[str, str], list[float]] = {}
@@ -180,7 +186,7 @@ def main() -> None:
             for name, run in entry.runners.items():
                 spent = seconds(run, 2 if name == "reference" else 5)
                 times.setdefault((entry.case.name, name), []).append(spent)
-            rate = 4 * entry.case.kv_elements / times[entry.case.name, "cpu"][-1] / 1e9
+            rate = item_bytes * entry.case.kv_elements / times[entry.case.name, "cpu"][-1] / 1e9
             shares.setdefault(entry.case.name, []).append(rate / bandwidth[-1])
     print(f"read bandwidth: {statistics.median(bandwidth):.1f} GB/s, best {max(bandwidth):.1f}")
     print(f"{'case':28} {'cpu ms':>8} {'GB/s':>6} {'of read':>8} {'xla ms':>8} {'x':>5}", end=" ")
@@ -196,7 +202,7 @@ def main() -> None:
             pairs = zip(columns[name], columns["cpu"], strict=True)
             return statistics.median(other / own for other, own in pairs)
 
-        rate = 4 * entry.case.kv_elements / statistics.median(mine) / 1e9
+        rate = item_bytes * entry.case.kv_elements / statistics.median(mine) / 1e9
         print(
             f"{case:28} {medians['cpu'] * 1e3:8.3f} {rate:6.1f} "
             f"{statistics.median(shares[case]):8.0%} {medians[best_xla] * 1e3:8.2f} "

@@ -22,6 +22,7 @@ from pallas_kernels.ffi.abi import (
     primitive,
     smaller,
     store_f32,
+    store_i32,
     store_u16,
 )
 
@@ -120,6 +121,10 @@ def copy_floats(source: int, from_bf16: int, target: int, to_bf16: int, count: i
     if from_bf16 == 0 and to_bf16 == 0:
         for i in range(count):
             store_f32(target + 4 * i, load_f32(source + 4 * i))
+    elif to_bf16 == 0:
+        for i in range(count):
+            bits = np.uint32(load_u16(source + 2 * i)) << 16
+            store_i32(target + 4 * i, np.int32(bits))
     else:
         for i in range(count):
             store_float(target, i, to_bf16, load_float(source, i, from_bf16))

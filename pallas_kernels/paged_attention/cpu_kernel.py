@@ -114,7 +114,6 @@ def scores_in_pages(
         place = 4 * place_in_pages(context, sequence, head, position)
         make_scores(
             call.pages_k + place,
-            4 * call.H,
             count,
             queries,
             call.H,
@@ -148,7 +147,7 @@ def values_in_pages(
         if position + BLOCK < limit:
             ahead = call.pages_k + 4 * place_in_pages(context, sequence, head, position + BLOCK)
         source = weights + (position - first) * row_bytes
-        add_values(source, row_bytes, values, 4 * call.H, count, rows, call.H, out, ahead)
+        add_values(source, width * LANES, values, count, rows, call.H, out, ahead)
         position += count
 
 
@@ -299,7 +298,6 @@ def fold_block(context: int, work: int, panel: int, first: int, end: int, limit:
     if tile.gathered != 0:
         make_scores(
             tile.block_k,
-            4 * call.H,
             end - first,
             queries,
             call.H,
@@ -337,9 +335,8 @@ def fold_block(context: int, work: int, panel: int, first: int, end: int, limit:
     if tile.gathered != 0:
         add_values(
             tile.weights,
-            row_bytes,
+            width * LANES,
             tile.block_v,
-            4 * call.H,
             end - first,
             count,
             call.H,

@@ -130,10 +130,10 @@ def _few_rows_tile(rows: int) -> Any:
 def _value_tile(rows: int, width: int, lanes: int) -> Any:
     """out[r, :] += sum over s of p[s, r] * v[s, :] for `rows` rows, `width` vectors of `lanes`.
 
-    Asks for the memory at the distance `ahead` from what it reads of v.
+    Asks, line after line, for as much memory from `ahead` on as it reads of v.
     """
 
-    @procedure(ADDRESS, SIZE, ADDRESS, SIZE, SIZE, ADDRESS, SIZE, SIZE)
+    @procedure(ADDRESS, SIZE, ADDRESS, SIZE, SIZE, ADDRESS, SIZE, ADDRESS)
     def value_tile(
         b: Any,
         p: Any,
@@ -153,8 +153,9 @@ def _value_tile(rows: int, width: int, lanes: int) -> Any:
         sums = [[_variable(e, e.load(place)) for place in row] for row in places]
         with vectors.loop(b, count) as s:
             v_row = offset(b, v, s, v_stride)
+            next_line = offset(b, ahead, s, 4 * width * lanes)
             for line in range(0, 4 * width * lanes, LINE):
-                vectors.emit_prefetch(b, b.add(offset(b, v_row, line, 1), ahead))
+                vectors.emit_prefetch(b, offset(b, next_line, line, 1))
             p_row = offset(b, p, s, p_stride)
             values = [e.load(offset(b, v_row, i, 4 * lanes)) for i in range(width)]
             for row in range(rows):
@@ -228,70 +229,92 @@ def soften_column(
     e.store(new, top)
 
 
-def _scores_of_panel(name: str, several: Any, positions: int, width: int) -> Any:
+def _single_scores(name: str, width: int) -> Any:
+    """Compiled score tile of one position, shared by all that have a remainder."""
+    tile = _score_tile(1, width)
+
+    def single(k: int, q: int, head_size: int, out: int, ahead: int) -> None:
+        tile(k, 4 * head_size, q, head_size, out, ahead)
+
+    return compiled(named(single, f"scores_single_{name}"))
+
+
+def _scores_of_panel(name: str, several: Any, positions: int, single: Any, width: int) -> Any:
     """Compiled function: out [count, width * LANES] = k [count, H] . q [H, width * LANES].
 
-    several: a tile of that many positions.
+    several: a tile of that many positions; single: one of the remaining positions.
     """
-    single, row_bytes = _score_tile(1, width), width * VECTOR_BYTES
+    row_bytes = width * VECTOR_BYTES
 
-    def scores(
-        k: int, stride: int, count: int, q: int, head_size: int, out: int, ahead: int
-    ) -> None:
+    def scores(k: int, count: int, q: int, head_size: int, out: int, ahead: int) -> None:
         s = 0
+        stride = 4 * head_size
         while s + positions <= count:
             place = s * stride
             several(k + place, stride, q, head_size, out + s * row_bytes, ahead + place)
             s += positions
         while s < count:
             place = s * stride
-            single(k + place, stride, q, head_size, out + s * row_bytes, ahead + place)
+            single(k + place, q, head_size, out + s * row_bytes, ahead + place)
             s += 1
 
     return compiled(named(scores, f"scores_{name}"))
 
 
+_single_wide, _single_narrow = _single_scores("wide", 2), _single_scores("narrow", 1)
+_scores_wide = _scores_of_panel("wide", _score_tile(SCORE_ROWS, 2), SCORE_ROWS, _single_wide, 2)
+_scores_narrow = _scores_of_panel(
+    "narrow", _score_tile(SCORE_ROWS, 1), SCORE_ROWS, _single_narrow, 1
+)
+_scores_1, _scores_2, _scores_3, _scores_4 = (
+    _scores_of_panel(f"of_{rows}", _few_rows_tile(rows), LANES, _single_narrow, 1)
+    for rows in (1, 2, 3, 4)
+)
+_value_vector, _value_scalar = _value_tile(1, 1, LANES), _value_tile(1, 1, 1)
+
+
+@compiled
+def _last_values(
+    p: int, v: int, count: int, head_size: int, first: int, out: int, lanes: int
+) -> None:
+    """The value product of one row from d = first on, which is less than a tile's width."""
+    d, stride = first, 4 * head_size
+    while d + LANES <= head_size:
+        place = v + 4 * d
+        _value_vector(p, 4 * lanes, place, stride, count, out + 4 * d, stride, place)
+        d += LANES
+    while d < head_size:
+        place = v + 4 * d
+        _value_scalar(p, 4 * lanes, place, stride, count, out + 4 * d, stride, place)
+        d += 1
+
+
 def _values_of_rows(rows: int) -> Any:
-    """Compiled function: out [rows, H] += p [count, rows] transposed . v [count, H]."""
+    """Compiled function: out [rows, H] += p [count, lanes] transposed . v [count, H]."""
     width = VALUE_VECTORS[rows] * LANES
-    wide = _value_tile(rows, VALUE_VECTORS[rows], LANES)
-    vector, scalar = _value_tile(rows, 1, LANES), _value_tile(rows, 1, 1)
+    tile = _value_tile(rows, VALUE_VECTORS[rows], LANES)
 
     def values(
-        p: int,
-        p_stride: int,
-        v: int,
-        v_stride: int,
-        count: int,
-        head_size: int,
-        out: int,
-        ahead: int,
+        p: int, lanes: int, v: int, count: int, head_size: int, out: int, ahead: int
     ) -> None:
-        d = 0
+        d, stride = 0, 4 * head_size
         while d + width <= head_size:
-            wide(p, p_stride, v + 4 * d, v_stride, count, out + 4 * d, 4 * head_size, ahead)
+            next_lines = ahead + 4 * d * count
+            tile(p, 4 * lanes, v + 4 * d, stride, count, out + 4 * d, stride, next_lines)
             d += width
-        while d + LANES <= head_size:
-            vector(p, p_stride, v + 4 * d, v_stride, count, out + 4 * d, 4 * head_size, ahead)
-            d += LANES
-        while d < head_size:
-            scalar(p, p_stride, v + 4 * d, v_stride, count, out + 4 * d, 4 * head_size, ahead)
-            d += 1
+        if d < head_size:
+            for row in range(rows):
+                _last_values(p + 4 * row, v, count, head_size, d, out + row * stride, lanes)
 
     return compiled(named(values, f"values_{rows}"))
 
 
-_scores_wide = _scores_of_panel("wide", _score_tile(SCORE_ROWS, 2), SCORE_ROWS, 2)
-_scores_narrow = _scores_of_panel("narrow", _score_tile(SCORE_ROWS, 1), SCORE_ROWS, 1)
-_scores_1, _scores_2, _scores_3, _scores_4 = (
-    _scores_of_panel(f"of_{rows}", _few_rows_tile(rows), LANES, 1) for rows in (1, 2, 3, 4)
-)
 _values_4, _values_3, _values_2, _values_1 = (_values_of_rows(rows) for rows in (4, 3, 2, 1))
 
 
 @compiled
 def make_scores(
-    k: int, stride: int, count: int, q: int, head_size: int, rows: int, out: int, ahead: int
+    k: int, count: int, q: int, head_size: int, rows: int, out: int, ahead: int
 ) -> None:
     """out [count, lanes] = k [count, head_size] . q [head_size, lanes].
 
@@ -299,45 +322,37 @@ def make_scores(
     fetched into the cache meanwhile.
     """
     if rows > LANES:
-        _scores_wide(k, stride, count, q, head_size, out, ahead)
+        _scores_wide(k, count, q, head_size, out, ahead)
     elif rows > 4:
-        _scores_narrow(k, stride, count, q, head_size, out, ahead)
+        _scores_narrow(k, count, q, head_size, out, ahead)
     elif rows == 4:
-        _scores_4(k, stride, count, q, head_size, out, ahead)
+        _scores_4(k, count, q, head_size, out, ahead)
     elif rows == 3:
-        _scores_3(k, stride, count, q, head_size, out, ahead)
+        _scores_3(k, count, q, head_size, out, ahead)
     elif rows == 2:
-        _scores_2(k, stride, count, q, head_size, out, ahead)
+        _scores_2(k, count, q, head_size, out, ahead)
     else:
-        _scores_1(k, stride, count, q, head_size, out, ahead)
+        _scores_1(k, count, q, head_size, out, ahead)
 
 
 @compiled
 def add_values(
-    p: int,
-    p_stride: int,
-    v: int,
-    stride: int,
-    count: int,
-    rows: int,
-    head_size: int,
-    out: int,
-    ahead: int,
+    p: int, lanes: int, v: int, count: int, rows: int, head_size: int, out: int, ahead: int
 ) -> None:
-    """out [rows, head_size] += p [count, rows] transposed . v [count, head_size].
+    """out [rows, head_size] += p [count, lanes] transposed . v [count, head_size].
 
     Memory from `ahead` on, as much as v takes, is fetched into the cache meanwhile.
     """
-    distance, row_bytes = ahead - v, 4 * head_size
+    row_bytes = 4 * head_size
     r = 0
     while r + 4 <= rows:
-        _values_4(p + 4 * r, p_stride, v, stride, count, head_size, out + r * row_bytes, distance)
-        distance = 0
+        _values_4(p + 4 * r, lanes, v, count, head_size, out + r * row_bytes, ahead)
+        ahead = v
         r += 4
     p, out, left = p + 4 * r, out + r * row_bytes, rows - r
     if left == 3:
-        _values_3(p, p_stride, v, stride, count, head_size, out, distance)
+        _values_3(p, lanes, v, count, head_size, out, ahead)
     elif left == 2:
-        _values_2(p, p_stride, v, stride, count, head_size, out, distance)
+        _values_2(p, lanes, v, count, head_size, out, ahead)
     elif left == 1:
-        _values_1(p, p_stride, v, stride, count, head_size, out, distance)
+        _values_1(p, lanes, v, count, head_size, out, ahead)
