@@ -172,5 +172,5 @@ def test_an_impossible_split_names_both_numbers(model):
 
 
 def test_a_context_beyond_the_models_is_refused(model):
-    with pytest.raises(UsageError, match="--max-model-len is 600.*512"):
+    with pytest.raises(UsageError, match=r"--max-model-len is 600.*512"):
         make_engine(dataclasses.replace(SETTINGS, max_model_len=600), model)
