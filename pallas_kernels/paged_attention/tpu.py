@@ -244,7 +244,8 @@ def _call(
         ),
         out_shape=[
             jax.ShapeDtypeStruct(out_shape, jnp.float32),  # type: ignore[no-untyped-call]
-            *(jax.typeof(leaf) for leaf in pages),
+            # Left free, XLA copies a small pool to VMEM and back.
+            *(pltpu.MemorySpace.HBM(leaf.shape, leaf.dtype) for leaf in pages),
         ],
         input_output_aliases={len(scalars) + 3: 1, len(scalars) + 4: 2},
         compiler_params=pltpu.CompilerParams(
