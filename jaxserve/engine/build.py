@@ -22,7 +22,7 @@ from checkpoints.open import open_checkpoint
 from checkpoints.resolve import resolve_model
 from jaxserve.config import DEFAULT_MAX_LEN, EngineConfig, ModelConfig, cache_folder
 from jaxserve.engine.buckets import Bucket, make_buckets
-from jaxserve.engine.compilation import CompilationLog, use_persistent_cache
+from jaxserve.engine.compilation import CompilationLog
 from jaxserve.engine.compiling import ProgramMaker, temporary_bytes
 from jaxserve.engine.device_state import LoadedModel, device_state_maker
 from jaxserve.engine.engine import AdmissionLimits, Engine
@@ -55,7 +55,6 @@ def make_engine(
     model: the files, when they were resolved already. Raises JaxserveError or CheckpointError.
     """
     config.validate()
-    use_persistent_cache(cache_folder() / "programs")
     compilation = CompilationLog()
     compilation.start()
     seconds: dict[str, float] = {}

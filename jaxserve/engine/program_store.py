@@ -4,6 +4,9 @@ jax's own persistent cache saves the compiler's work, but its key is the traced 
 thirty unrolled layers for every bucket takes most of a warm start. Here the key is all that
 a program depends on: our source, jax, the machine, the model's shape, the settings. A file that
 does not fit or cannot be read is compiled again; nothing else depends on this folder.
+
+Where jax's own cache is switched on, nothing is stored here: on CPUs an executable that came out of
+that cache loses its functions when it is serialised again, and only running it would show that.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import logging
 import os
 import pathlib
 import platform
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +29,9 @@ import jaxserve
 import pallas_kernels
 
 logger = logging.getLogger("jaxserve.engine")
+
+#: Sets of programs that are kept; the one unused for longest goes when a new one is stored.
+MAX_SETS = 16
 
 
 class ProgramStore:
@@ -71,20 +78,30 @@ class ProgramStore:
             logger.warning("the stored program %s cannot be used (%s); compiling it", path, error)
         else:
             self.num_loaded += 1
+            os.utime(self._folder)
             return program
         program = compile_program()
         self._put(path, program)
         return program
 
     def _put(self, path: pathlib.Path, program: jax.stages.Compiled) -> None:
+        if jax.config.jax_compilation_cache_dir is not None:
+            return
         try:
             data, _, _ = serialize_executable.serialize(program)
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not self._folder.exists():
+                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._forget_old_sets()
             partial = path.with_suffix(f".{os.getpid()}.part")
             partial.write_bytes(data)
             partial.replace(path)
         except (OSError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             logger.warning("the program %s could not be stored: %s", path.name, error)
+
+    def _forget_old_sets(self) -> None:
+        sets = sorted(self._folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)
+        for folder in sets[:-MAX_SETS]:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def source_digest() -> str:

@@ -116,14 +116,15 @@ def test_nothing_is_compiled_after_ready_whatever_is_asked_for(built):
         {"min_tokens": 4, "ignore_eos": False},
         {"logprobs": 20},
     ]
+    assert report.compilation.total > 0
+    before = report.compilation.after_ready  # other engines of this process count, too
     for count in range(1, 14):
         requests = make_requests(count)
         for number, request in enumerate(requests):
             changed = dataclasses.replace(request.sampling, **options[number % len(options)])
             requests[number] = dataclasses.replace(request, sampling=changed)
         run(engine, requests)
-    assert report.compilation.total > 0
-    assert report.compilation.after_ready == 0
+    assert report.compilation.after_ready == before
 
 
 def test_parameters_have_their_effect_in_the_engine(built):
