@@ -85,7 +85,7 @@ class ProgramStore:
         return program
 
     def _put(self, path: pathlib.Path, program: jax.stages.Compiled) -> None:
-        if jax.config.jax_compilation_cache_dir is not None:
+        if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
             return
         try:
             data, _, _ = serialize_executable.serialize(program)
