@@ -98,15 +98,15 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     blocks: Blocks | None = None,
-    interpret: bool = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, KVPages]:
     """As `reference.paged_attention`, with pages of `page_shape`; rows of padding write nowhere.
 
     Where q and the pages are bfloat16 the products are those of bfloat16 numbers, summed in
     float32, and softmax weights are rounded to bfloat16 before they meet the values; else all is
     float32. A row's result depends, bit for bit, on its own sequence only.
-    blocks: sizes to use instead of the table's or the rule's. interpret: run as plain XLA on any
-    platform, for tests. Raises KernelError when blocks do not fit VMEM, or tables scalar memory.
+    blocks: sizes to use instead of the table's or the rule's. interpret: run on any platform, for
+    tests: True as plain XLA, InterpretParams in a simulator of copies and semaphores. Raises KernelError when blocks do not fit VMEM, or tables scalar memory.
     """
     facts = _facts(q, k, pages, batch)
     if blocks is None:
@@ -224,7 +224,7 @@ def _call(
     queries: jax.Array,
     new: tuple[jax.Array, jax.Array],
     pages: KVPages,
-    interpret: bool,
+    interpret: bool | pltpu.InterpretParams,
 ) -> list[jax.Array]:
     """Output rows [K, T * group, 1, lanes] float32, and both leaves of the pool, in place."""
     facts = plan.facts
