@@ -107,7 +107,7 @@ def make_engine(
         buckets=buckets,
         kernels=kernels,
         compilation=compilation,
-        num_programs=len(buckets) + 1,
+        num_programs=len(programs.forward) + len(programs.sample) + 1,
         num_loaded=store.num_loaded,
         seconds=seconds,
         page_size=config.page_size,

@@ -14,7 +14,16 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.buckets import Bucket
 from jaxserve.engine.device_state import LoadedModel, abstract_device_state
 from jaxserve.engine.program_store import ProgramStore
-from jaxserve.engine.programs import StepShape, abstract, compile_step, make_step, step_arguments
+from jaxserve.engine.programs import (
+    StepShape,
+    abstract,
+    compile_forward,
+    compile_sample,
+    forward_arguments,
+    make_forward,
+    make_sample,
+    sample_arguments,
+)
 from jaxserve.engine.runner import Programs
 from jaxserve.layers.attention import PagedAttentionOp
 from jaxserve.parallel.mesh import sharding
@@ -40,29 +49,48 @@ class ProgramMaker:
     num_pages: int
 
     def compile_bucket(self, bucket: Bucket) -> jax.stages.Compiled:
-        """The step of one bucket, from shapes alone."""
+        """`forward` of one bucket, from shapes alone."""
         device = self.device
-        shape = self._shape(bucket)
-        step = make_step(
-            device.config, device.graphdef, device.treedef, device.mesh, self.op, shape
+        forward = make_forward(
+            device.config,
+            device.graphdef,
+            device.treedef,
+            device.mesh,
+            self.op,
+            self._shape(bucket),
         )
-        return compile_step(step, device.mesh, self._step_arguments(bucket))
+        return compile_forward(forward, device.mesh, self._forward_arguments(bucket))
+
+    def compile_sample(self, rows: int) -> jax.stages.Compiled:
+        """`sample` for so many rows, from shapes alone."""
+        arguments = self._sample_arguments(rows)
+        return compile_sample(make_sample(rows), self.device.mesh, arguments)
 
     def make_programs(self, buckets: tuple[Bucket, ...], store: ProgramStore) -> Programs:
         """All programs, several at a time: tracing is Python, but the compiler runs beside it."""
+        rows = sorted({bucket.rows for bucket in buckets})
         with concurrent.futures.ThreadPoolExecutor(max_workers=_THREADS) as executor:
-            jobs = [executor.submit(self._make_step, bucket, store) for bucket in buckets[::-1]]
+            forwards = [
+                executor.submit(self._make_forward, bucket, store) for bucket in buckets[::-1]
+            ]
+            samples = [executor.submit(self._make_sample, count, store) for count in rows]
             reset = self._make_reset(store)
-            steps = [job.result() for job in jobs[::-1]]
-        return Programs(steps=dict(zip(buckets, steps, strict=True)), reset_slot=reset)
+            return Programs(
+                forward={
+                    bucket: job.result()
+                    for bucket, job in zip(buckets, forwards[::-1], strict=True)
+                },
+                sample={count: job.result() for count, job in zip(rows, samples, strict=True)},
+                reset_slot=reset,
+            )
 
-    def _make_step(self, bucket: Bucket, store: ProgramStore) -> jax.stages.Compiled:
+    def _make_forward(self, bucket: Bucket, store: ProgramStore) -> jax.stages.Compiled:
         start = time.monotonic()
         loaded_before = store.num_loaded
         program = store.get(
-            f"step_{bucket.tokens}_{bucket.rows}",
-            self._step_arguments(bucket),
-            _step_output,
+            f"forward_{bucket.tokens}_{bucket.rows}",
+            self._forward_arguments(bucket),
+            _forward_output,
             lambda: self.compile_bucket(bucket),
         )
         loaded = store.num_loaded > loaded_before
@@ -77,6 +105,14 @@ class ProgramMaker:
         )
         return program
 
+    def _make_sample(self, rows: int, store: ProgramStore) -> jax.stages.Compiled:
+        return store.get(
+            f"sample_{rows}",
+            self._sample_arguments(rows),
+            _sample_output,
+            lambda: self.compile_sample(rows),
+        )
+
     def _make_reset(self, store: ProgramStore) -> jax.stages.Compiled:
         arguments = self._reset_arguments()
         replicated = sharding(self.device.mesh, ())
@@ -88,11 +124,15 @@ class ProgramMaker:
     def _shape(self, bucket: Bucket) -> StepShape:
         return StepShape(bucket=bucket, pages_per_sequence=self.pages_per_sequence)
 
-    def _step_arguments(self, bucket: Bucket) -> tuple[Any, ...]:
+    def _forward_arguments(self, bucket: Bucket) -> tuple[Any, ...]:
         pages, sampling = abstract_device_state(self.config, self.device, self.num_pages)
-        return step_arguments(
-            self.device.mesh, self._shape(bucket), self.device.weights, pages, sampling
+        return forward_arguments(
+            self.device.mesh, self._shape(bucket), self.device.weights, pages, sampling.last_token
         )
+
+    def _sample_arguments(self, rows: int) -> tuple[Any, ...]:
+        _, sampling = abstract_device_state(self.config, self.device, self.num_pages)
+        return sample_arguments(self.device.mesh, rows, self.device.config.vocab_size, sampling)
 
     def _reset_arguments(self) -> tuple[Any, ...]:
         _, sampling = abstract_device_state(self.config, self.device, self.num_pages)
@@ -122,7 +162,10 @@ def _sampling_structure() -> Any:
     return SamplingState(*[0] * len(SamplingState._fields))  # type: ignore[arg-type]
 
 
-def _step_output() -> Any:
-    pages = KVPages(*[0] * len(KVPages._fields))  # type: ignore[arg-type]
+def _forward_output() -> Any:
+    return KVPages(*[0] * len(KVPages._fields)), 0  # type: ignore[arg-type]
+
+
+def _sample_output() -> Any:
     result = SampleResult(*[0] * len(SampleResult._fields))  # type: ignore[arg-type]
-    return pages, _sampling_structure(), result
+    return _sampling_structure(), result

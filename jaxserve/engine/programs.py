@@ -1,8 +1,11 @@
-"""The compiled step: one program per bucket, from token ids to sampled tokens (steps 6 and 7).
+"""The compiled step: from token ids to logits, and from logits to sampled tokens (steps 6 and 7).
 
-A program takes (weights, pages, sampling state, packed inputs) and returns (pages, sampling state,
-result). Pages and state are donated, so they are updated in place; all else of a step's inputs
-travels in one packed array, so that no value and no request recompiles anything.
+A step is two programs. `forward`, one per bucket, takes (weights, pages, last tokens, packed
+inputs) and returns (pages, logits); `sample`, one per number of rows, takes (logits, sampling
+state, packed inputs) and returns (sampling state, result). Pages and state are donated, so they are
+updated in place; all else of a step's inputs travels in packed arrays, so that no value and no
+request recompiles anything. They are two because most buckets share their number of rows, and
+exact sampling takes the compiler longer than thirty layers.
 """
 
 from __future__ import annotations
@@ -28,26 +31,24 @@ from jaxserve.sampling.state import SamplingState
 from pallas_kernels.paged_attention.reference import KVPages, PagedBatch, row_positions
 
 Weights = tuple[jax.Array, ...]
-StepFunction = Callable[
-    [Weights, KVPages, SamplingState, jax.Array], tuple[KVPages, SamplingState, SampleResult]
-]
+ForwardFunction = Callable[[Weights, KVPages, jax.Array, jax.Array], tuple[KVPages, jax.Array]]
+SampleFunction = Callable[[jax.Array, SamplingState, jax.Array], tuple[SamplingState, SampleResult]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """All that a program's shapes depend on beside the model."""
+    """All that a forward program's shapes depend on beside the model."""
 
     bucket: Bucket
     pages_per_sequence: int
 
 
-def step_layout(shape: StepShape) -> PackedLayout:
-    """The packed inputs of a step.
+def forward_layout(shape: StepShape) -> PackedLayout:
+    """The packed inputs of `forward`.
 
     token_ids: [T]; a value below 0 means: the token sampled last in slot -1 - value.
     cu_q_lens [R + 1], kv_lens [R], block_tables [R, pages_per_sequence]: see PagedBatch.
     last_rows: [R], the flat index of each row's last query token.
-    sample_ints, sample_floats: see SampleRows.
     """
     tokens, rows = shape.bucket.tokens, shape.bucket.rows
     return PackedLayout(
@@ -56,62 +57,97 @@ def step_layout(shape: StepShape) -> PackedLayout:
             "cu_q_lens": Field(shape=(rows + 1,), dtype="int32"),
             "kv_lens": Field(shape=(rows,), dtype="int32"),
             "last_rows": Field(shape=(rows,), dtype="int32"),
-            "sample_ints": Field(shape=(rows, 6), dtype="int32"),
-            "sample_floats": Field(shape=(rows, 6), dtype="float32"),
             "block_tables": Field(shape=(rows, shape.pages_per_sequence), dtype="int32"),
         }
     )
 
 
-def make_step(
+def sample_layout(rows: int) -> PackedLayout:
+    """The packed inputs of `sample`: see SampleRows."""
+    return PackedLayout(
+        {
+            "ints": Field(shape=(rows, 6), dtype="int32"),
+            "floats": Field(shape=(rows, 6), dtype="float32"),
+        }
+    )
+
+
+def make_forward(
     config: ModelConfig,
     graphdef: nnx.GraphDef[Any],
     treedef: Any,
     mesh: Mesh,
     op: PagedAttentionOp,
     shape: StepShape,
-) -> StepFunction:
-    """The function of one bucket; treedef turns the flat weights back into the module's state."""
-    layout = step_layout(shape)
+) -> ForwardFunction:
+    """`forward` of one bucket; treedef turns the flat weights back into the module's state."""
+    layout = forward_layout(shape)
 
-    def step(
-        weights: Weights, pages: KVPages, sampling: SamplingState, packed: jax.Array
-    ) -> tuple[KVPages, SamplingState, SampleResult]:
+    def forward(
+        weights: Weights, pages: KVPages, last_token: jax.Array, packed: jax.Array
+    ) -> tuple[KVPages, jax.Array]:
         inputs = layout.unpack(packed)
         decoder = nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
         batch = PagedBatch(inputs["block_tables"], inputs["cu_q_lens"], inputs["kv_lens"])
         with jax.named_scope("feed_back"):
             token_ids = inputs["token_ids"]
-            fed_back = sampling.last_token[jnp.maximum(-1 - token_ids, 0)]
+            fed_back = last_token[jnp.maximum(-1 - token_ids, 0)]
             token_ids = jnp.where(token_ids < 0, fed_back, token_ids)
         _, positions, _ = row_positions(batch, shape.bucket.tokens)
         attend = PagedAttend(pages, batch, mesh, op, num_layers=config.num_layers)
         hidden = decoder(token_ids, positions, attend)
-        logits = decoder.logits(hidden[inputs["last_rows"]])
+        return attend.pages, decoder.logits(hidden[inputs["last_rows"]])
+
+    return forward
+
+
+def make_sample(rows: int) -> SampleFunction:
+    """`sample` for logits [rows, V]."""
+    layout = sample_layout(rows)
+
+    def sample(
+        logits: jax.Array, sampling: SamplingState, packed: jax.Array
+    ) -> tuple[SamplingState, SampleResult]:
+        inputs = layout.unpack(packed)
         with jax.named_scope("sample"):
-            rows = SampleRows(inputs["sample_ints"], inputs["sample_floats"])
-            logits = jax.lax.with_sharding_constraint(  # type: ignore[no-untyped-call]
-                logits, sharding(mesh, (None, None))
+            result, sampling = sample_step(
+                logits, sampling, SampleRows(inputs["ints"], inputs["floats"])
             )
-            result, sampling = sample_step(logits, sampling, rows)
-        return attend.pages, sampling, result
+        return sampling, result
 
-    return step
+    return sample
 
 
-def step_arguments(
-    mesh: Mesh, shape: StepShape, weights: Any, pages: Any, sampling: Any
+def forward_arguments(
+    mesh: Mesh, shape: StepShape, weights: Any, pages: Any, last_token: Any
 ) -> tuple[Any, ...]:
-    """Stand-ins for a step's arguments; the given ones are arrays or stand-ins themselves."""
-    packed = abstract((step_layout(shape).size,), jnp.int32, sharding(mesh, ()))
-    return (*jax.tree.map(to_abstract, (weights, pages, sampling)), packed)
+    """Stand-ins for the arguments of `forward`; the given ones are arrays or stand-ins."""
+    packed = abstract((forward_layout(shape).size,), jnp.int32, sharding(mesh, ()))
+    return (*jax.tree.map(to_abstract, (weights, pages, last_token)), packed)
 
 
-def compile_step(step: StepFunction, mesh: Mesh, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-    """Lowers and compiles a bucket's step from `step_arguments`; touches no data."""
+def sample_arguments(mesh: Mesh, rows: int, vocab_size: int, sampling: Any) -> tuple[Any, ...]:
+    """Stand-ins for the arguments of `sample`."""
     replicated = sharding(mesh, ())
+    logits = abstract((rows, vocab_size), jnp.float32, replicated)
+    packed = abstract((sample_layout(rows).size,), jnp.int32, replicated)
+    return logits, jax.tree.map(to_abstract, sampling), packed
+
+
+def compile_forward(
+    forward: ForwardFunction, mesh: Mesh, arguments: tuple[Any, ...]
+) -> jax.stages.Compiled:
+    """Lowers and compiles from `forward_arguments`; touches no data. Logits are not split."""
     pages = jax.tree.map(lambda leaf: leaf.sharding, arguments[1])
-    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=(pages, replicated, replicated))
+    jitted = jax.jit(forward, donate_argnums=(1,), out_shardings=(pages, sharding(mesh, ())))
+    return jitted.lower(*arguments).compile()
+
+
+def compile_sample(
+    sample: SampleFunction, mesh: Mesh, arguments: tuple[Any, ...]
+) -> jax.stages.Compiled:
+    """Lowers and compiles from `sample_arguments`; touches no data."""
+    jitted = jax.jit(sample, donate_argnums=(1,), out_shardings=sharding(mesh, ()))
     return jitted.lower(*arguments).compile()
 
 

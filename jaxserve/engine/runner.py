@@ -1,7 +1,7 @@
 """Runs steps on the device (steps 6 and 7). Knows arrays and slots, no policy.
 
-`dispatch` fills one packed array from a plan and hands it to the bucket's program; `read` is the
-only place in which the host waits for the device.
+`dispatch` fills two packed arrays from a plan and hands them to the bucket's programs; `read` is
+the only place in which the host waits for the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.engine.buckets import Bucket, choose_bucket
 from jaxserve.engine.engine import SampledRow
-from jaxserve.engine.programs import StepShape, Weights, step_layout
+from jaxserve.engine.programs import StepShape, Weights, forward_layout, sample_layout
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.step_plan import ScheduledRow, StepPlan
 from jaxserve.request import GenerationRequest, TokenLogprobs
@@ -35,9 +35,10 @@ class StepHandle:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """Everything compiled: a step per bucket, and the reset of one slot of the sampling state."""
+    """Everything compiled: see `programs`; `reset_slot` renews one slot of the sampling state."""
 
-    steps: Mapping[Bucket, jax.stages.Compiled]
+    forward: Mapping[Bucket, jax.stages.Compiled]
+    sample: Mapping[int, jax.stages.Compiled]
     reset_slot: jax.stages.Compiled
 
 
@@ -67,13 +68,14 @@ class DeviceRunner:
         self._weights = weights
         self._programs = programs
         self._shape = shape
-        self._buckets = tuple(programs.steps)
+        self._buckets = tuple(programs.forward)
         self._layouts = {
-            bucket: step_layout(
+            bucket: forward_layout(
                 StepShape(bucket=bucket, pages_per_sequence=shape.pages_per_sequence)
             )
             for bucket in self._buckets
         }
+        self._sample_layouts = {rows: sample_layout(rows) for rows in programs.sample}
         self._templates: dict[int, RowTemplate] = {}
         self._make_device_state = make_device_state
         self._pages, self._sampling = make_device_state()
@@ -95,10 +97,12 @@ class DeviceRunner:
         for sequence in plan.admitted:
             self._take_slot(sequence)
         bucket = self._bucket(plan)
-        packed = self._pack(bucket, plan.rows)
-        self._pages, self._sampling, result = self._programs.steps[bucket](
-            self._weights, self._pages, self._sampling, packed
+        packed = self._pack_forward(bucket, plan.rows)
+        self._pages, logits = self._programs.forward[bucket](
+            self._weights, self._pages, self._sampling.last_token, packed
         )
+        packed = self._pack_sample(bucket.rows, plan.rows)
+        self._sampling, result = self._programs.sample[bucket.rows](logits, self._sampling, packed)
         return StepHandle(plan=plan, result=result)
 
     def read(self, handle: StepHandle) -> list[SampledRow]:
@@ -140,9 +144,9 @@ class DeviceRunner:
         )
         self._sampling = self._programs.reset_slot(self._sampling, reset)
 
-    def _pack(self, bucket: Bucket, rows: list[ScheduledRow]) -> np.ndarray:
+    def _pack_forward(self, bucket: Bucket, rows: list[ScheduledRow]) -> np.ndarray:
         packed, views = self._layouts[bucket].make_buffer()
-        entries, end = [], 0
+        end = 0
         cu_q_lens, tables = views["cu_q_lens"], views["block_tables"]
         for index, row in enumerate(rows):
             sequence = row.sequence
@@ -159,6 +163,14 @@ class DeviceRunner:
             views["kv_lens"][index] = stop
             views["last_rows"][index] = end - 1
             tables[index, : len(sequence.pages)] = sequence.pages
+        cu_q_lens[len(rows) + 1 :] = end
+        return packed
+
+    def _pack_sample(self, num_rows: int, rows: list[ScheduledRow]) -> np.ndarray:
+        packed, views = self._sample_layouts[num_rows].make_buffer()
+        entries = []
+        for row in rows:
+            sequence, stop = row.sequence, row.start + row.count
             entries.append(
                 RowEntry(
                     template=self._templates[sequence.slot],
@@ -168,9 +180,8 @@ class DeviceRunner:
                     valid=row.samples,
                 )
             )
-        cu_q_lens[len(rows) + 1 :] = end
-        sampling = row_arrays(entries, bucket.rows, self._shape.max_num_seqs)
-        views["sample_ints"][:], views["sample_floats"][:] = sampling.ints, sampling.floats
+        sampling = row_arrays(entries, num_rows, self._shape.max_num_seqs)
+        views["ints"][:], views["floats"][:] = sampling.ints, sampling.floats
         return packed
 
     def _read_logprobs(
