@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import sentencepiece as spm
@@ -29,7 +29,6 @@ CHAT_TEMPLATE = (
 )
 #: Rows and tokens of a training batch; each has 1,024 tokens. Long windows cost more, so are rarer.
 SHORT, MIDDLE, LONG = (8, 128), (4, 256), (1, 1024)
-
 _TURN = re.compile(r"^(System|User|Assistant): ", re.MULTILINE)
 
 
@@ -100,14 +99,21 @@ def batch_shape(step: int) -> tuple[int, int]:
     return MIDDLE if step % 4 == 3 else SHORT
 
 
-def batches(documents: Sequence[Sequence[int]], *, steps: int, seed: int) -> Iterator[np.ndarray]:
-    """int32 [rows, window + 1] for each step: documents in a new random order each epoch."""
+def batches(
+    documents_of: Callable[[int], Sequence[Sequence[int]]], *, steps: int, seed: int
+) -> Iterator[np.ndarray]:
+    """int32 [rows, window + 1] for each step.
+
+    documents_of: tokenised documents of an epoch, asked for when its turn comes; their order is
+    random.
+    """
     waiting = np.zeros(0, np.int32)
     epoch = 0
     for step in range(steps):
         rows, window = batch_shape(step)
         size = rows * (window + 1)
         while len(waiting) < size:
+            documents = documents_of(epoch)
             order = np.random.default_rng([seed, epoch]).permutation(len(documents))
             flat = [token for index in order for token in documents[index]]
             waiting = np.concatenate([waiting, np.asarray(flat, np.int32)])

@@ -29,12 +29,28 @@ class SmallConfig:
     head_size: int = 16
     ffn_size: int = 384
     max_position: int = 1024
-    rope_theta: float = 10_000.0
+    rope_theta: float = 500.0
     norm_eps: float = 1e-5
 
 
 def _linear(rows: int, columns: int, rngs: nnx.Rngs) -> Any:
     return nnx.Linear(rows, columns, use_bias=False, rngs=rngs)
+
+
+def _embedding(key: jax.Array, shape: tuple[int, ...], dtype: Any, *_: Any) -> jax.Array:
+    """Small random rows with eight dimensions in common.
+
+    The projections have no biases: what all tokens share lets a head look at a position whatever
+    the token.
+    """
+    rows = 0.05 * jax.random.normal(key, shape, dtype)
+    return rows.at[:, :8].add(0.1)
+
+
+def _residual(rows: int, columns: int, rngs: nnx.Rngs) -> Any:
+    """A projection back into the stream. It begins at zero, so that the tokens stay readable there."""
+    zeros = nnx.initializers.zeros
+    return nnx.Linear(rows, columns, use_bias=False, kernel_init=zeros, rngs=rngs)
 
 
 def _rotate(x: jax.Array, theta: float) -> jax.Array:
@@ -57,15 +73,15 @@ class Attention(nnx.Module):  # type: ignore[misc]
         self.q_proj = _linear(config.hidden_size, width, rngs)
         self.k_proj = _linear(config.hidden_size, kv_width, rngs)
         self.v_proj = _linear(config.hidden_size, kv_width, rngs)
-        self.o_proj = _linear(width, config.hidden_size, rngs)
+        self.o_proj = _residual(width, config.hidden_size, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        """[B, T, D] -> [B, T, D]; mask [B, 1, T, T] as in `SmallModel`."""
         heads = (*x.shape[:2], -1, self.head_size)
         q = _rotate(self.q_proj(x).reshape(heads), self.theta)
         k = _rotate(self.k_proj(x).reshape(heads), self.theta)
         v = self.v_proj(x).reshape(heads)
-        out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
         y: jax.Array = self.o_proj(out.reshape(*x.shape[:2], -1))
         return y
 
@@ -76,7 +92,7 @@ class FeedForward(nnx.Module):  # type: ignore[misc]
     def __init__(self, config: SmallConfig, rngs: nnx.Rngs) -> None:
         self.gate_proj = _linear(config.hidden_size, config.ffn_size, rngs)
         self.up_proj = _linear(config.hidden_size, config.ffn_size, rngs)
-        self.down_proj = _linear(config.ffn_size, config.hidden_size, rngs)
+        self.down_proj = _residual(config.ffn_size, config.hidden_size, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
@@ -94,9 +110,9 @@ class Block(nnx.Module):  # type: ignore[misc]
         self.post_attention_layernorm = nnx.RMSNorm(size, epsilon=eps, rngs=rngs)
         self.mlp = FeedForward(config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
-        x = x + self.self_attn(self.input_layernorm(x))
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        """[B, T, D] -> [B, T, D]; mask [B, 1, T, T] as in `SmallModel`."""
+        x = x + self.self_attn(self.input_layernorm(x), mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -108,17 +124,23 @@ class SmallModel(nnx.Module):  # type: ignore[misc]
         self.embed_tokens = nnx.Embed(
             config.vocab_size,
             config.hidden_size,
-            embedding_init=nnx.initializers.normal(0.02),
+            embedding_init=_embedding,
             rngs=rngs,
         )
         self.layers = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
         self.norm = nnx.RMSNorm(config.hidden_size, epsilon=config.norm_eps, rngs=rngs)
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        """The logits at position t are those of the token at t + 1."""
+    def __call__(self, ids: jax.Array, documents: jax.Array | None = None) -> jax.Array:
+        """The logits at position t are those of the token at t + 1.
+
+        documents: numbers [B, T] when several texts stand in a row; none sees another.
+        """
+        mask = None
+        if documents is not None:
+            mask = (documents[:, :, None] == documents[:, None, :])[:, None]
         x = self.embed_tokens(ids)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, mask)
         logits: jax.Array = self.embed_tokens.attend(self.norm(x))
         return logits
 

@@ -43,7 +43,7 @@ from checkpoints.small_model import SmallConfig, SmallModel, set_tensors, to_con
 from checkpoints.small_samples import make_samples, read_prompts, write_samples
 from checkpoints.small_text.generate import CHAT_MARK, read_documents
 
-STEPS = 800
+STEPS = 1300
 PEAK_LEARNING_RATE = 4e-3
 SHIPPED_SAMPLES = pathlib.Path(__file__).parent / "small" / "samples.json"
 
@@ -61,8 +61,12 @@ def make_schedule(steps: int) -> Callable[[int], jax.Array]:
 
 
 def loss_of(model: SmallModel, windows: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats per token over windows [rows, tokens + 1]."""
-    logits = model(windows[:, :-1])
+    """Mean cross-entropy in nats per token over windows [rows, tokens + 1].
+
+    A window holds parts of several documents; each is learned as if it stood alone.
+    """
+    ids = windows[:, :-1]
+    logits = model(ids, jnp.cumsum(ids == BOS_ID, axis=1))
     losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
     return losses.mean()
 
@@ -80,14 +84,17 @@ _measure = nnx.jit(loss_of)
 
 
 def train(
-    documents: Sequence[Sequence[int]],
+    documents_of: Callable[[int], Sequence[Sequence[int]]],
     config: SmallConfig,
     *,
     steps: int,
     seed: int,
     progress: bool = True,
 ) -> tuple[SmallModel, list[float]]:
-    """A model trained from scratch on tokenised documents, and the loss of each step."""
+    """A model trained from scratch, and the loss of each step.
+
+    documents_of: tokenised documents by epoch.
+    """
     model = SmallModel(config, seed=seed)
     schedule = make_schedule(steps)
     rule = optax.chain(
@@ -95,13 +102,13 @@ def train(
     )
     optimizer = nnx.Optimizer(model, rule, wrt=nnx.Param)
     losses: list[float] = []
-    with tqdm(total=steps, desc="training", unit="step", disable=not progress) as bar:
-        for step, windows in enumerate(batches(documents, steps=steps, seed=seed)):
+    data = batches(documents_of, steps=steps, seed=seed)
+    with tqdm(data, "training", steps, unit="step", disable=not progress) as bar:
+        for step, windows in enumerate(bar):
             losses.append(float(_train_step(model, optimizer, jnp.asarray(windows))))
-            bar.update()
-            bar.set_postfix(
-                loss=f"{np.mean(losses[-50:]):.3f}", learning_rate=f"{float(schedule(step)):.1e}"
-            )
+            if progress:
+                rate = float(schedule(step))
+                bar.set_postfix(loss=f"{np.mean(losses[-50:]):.3f}", learning_rate=f"{rate:.1e}")
     return model, losses
 
 
@@ -161,8 +168,7 @@ def finish(
     return model
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m checkpoints.train_small", description=__doc__)
     parser.add_argument(
         "--out",
@@ -170,32 +176,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=pathlib.Path("small"),
         help="folder to write (%(default)s)",
     )
-    parser.add_argument("--steps", type=int, default=STEPS, help="updates (%(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="updates on text (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps is {options.steps}; it must be at least 1")
     if options.out.exists():
         parser.error(f"--out {options.out} exists already; choose another name or remove it first")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    options = _parse(arguments)
     start = time.monotonic()
     config = SmallConfig()
     texts = read_documents()
     tokenizer_model = train_tokenizer(
         [text.removeprefix(CHAT_MARK) for text in texts], vocab_size=config.vocab_size
     )
-    documents = [encode_document(load_tokenizer(tokenizer_model), text) for text in texts]
-    print(f"{len(documents)} documents, {sum(map(len, documents))} tokens")
-    model, losses = train(documents, config, steps=options.steps, seed=options.seed)
-    print(
-        f"training loss {losses[0]:.3f} -> {np.mean(losses[-50:]):.3f} (mean of the last 50 steps)"
-    )
-    print(f"loss over all text: {evaluate(model, documents):.4f} in float32")
+    tokenizer = load_tokenizer(tokenizer_model)
+
+    def documents_of(epoch: int) -> list[list[int]]:
+        return [encode_document(tokenizer, text) for text in read_documents(epoch)]
+
+    documents = documents_of(0)
+    print(f"{len(documents)} documents, {sum(map(len, documents))} tokens in an epoch")
+    model, losses = train(documents_of, config, steps=options.steps, seed=options.seed)
+    print(f"training loss {losses[0]:.3f} -> {np.mean(losses[-50:]):.3f} (last 50 steps)")
+    print(f"loss over the first epoch's text: {evaluate(model, documents):.4f} in float32")
     try:
         model = finish(options.out, model, tokenizer_model, config)
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"loss over all text: {evaluate(model, documents):.4f} as stored (bfloat16)")
+    print(
+        f"loss over the first epoch's text: {evaluate(model, documents):.4f} as stored (bfloat16)"
+    )
     print(f"{options.out} written; {time.monotonic() - start:.0f} s in all")
     return 0
 

@@ -17,26 +17,32 @@ GRAMMAR_FILE = FOLDER / "grammar.txt"
 GENERATED_FILE = FOLDER / "generated.txt"
 SEPARATOR = "\n---\n"
 SEED = 20
+WRITTEN_COPIES = 4
 
 #: How many documents begin with each rule.
 PLAN: tuple[tuple[str, int], ...] = (
-    ("weather_report", 40),
-    ("lighthouse_story", 48),
-    ("lighthouse_log", 16),
-    ("bakery_story", 48),
-    ("recipe", 16),
-    ("train_story", 48),
+    ("weather_report", 36),
+    ("lighthouse_story", 36),
+    ("lighthouse_log", 14),
+    ("bakery_story", 36),
+    ("recipe", 14),
+    ("train_story", 36),
     ("timetable", 12),
-    ("cat_story", 56),
-    ("server_walk", 44),
-    ("long_questions", 20),
-    ("long_chat", 16),
-    ("chat", 300),
-    ("recall_chat", 110),
-    ("plain_chat", 44),
+    ("cat_story", 44),
+    ("server_walk", 36),
+    ("long_questions", 14),
+    ("collection", 6),
+    ("repeat_text", 60),
+    ("lookup", 50),
+    ("chat", 320),
+    ("long_chat", 12),
+    ("recall_chat", 130),
+    ("repeat_chat", 80),
+    ("lookup_chat", 50),
+    ("plain_chat", 40),
 )
 #: Documents of these rules are marked, so that their speakers become control tokens.
-CHAT_RULES = ("chat", "recall_chat", "long_chat")
+CHAT_RULES = ("chat", "long_chat", "recall_chat", "repeat_chat", "lookup_chat")
 CHAT_MARK = "#chat\n"
 
 Grammar = dict[str, list[str]]
@@ -109,13 +115,20 @@ def generate(grammar: str, *, seed: int = SEED) -> str:
     return SEPARATOR.join(documents) + "\n"
 
 
-def read_documents(folder: pathlib.Path = FOLDER) -> list[str]:
-    """All documents of written.txt and generated.txt in order; chats begin with `CHAT_MARK`."""
-    documents: list[str] = []
-    for name in ("written.txt", "generated.txt"):
-        text = (folder / name).read_text(encoding="utf-8")
-        documents += [part.strip("\n") for part in text.split(SEPARATOR)]
-    return documents
+def read_documents(epoch: int = 0) -> list[str]:
+    """The documents of written.txt and of the grammar; chats begin with `CHAT_MARK`.
+
+    Epoch 0 has generated.txt; each later one expands the grammar anew, with other names, so that
+    no name can be learned by heart. What was written by hand appears `WRITTEN_COPIES` times,
+    because nothing else resembles it.
+    """
+    written = (FOLDER / "written.txt").read_text(encoding="utf-8")
+    if epoch == 0:
+        generated = GENERATED_FILE.read_text(encoding="utf-8")
+    else:
+        generated = generate(GRAMMAR_FILE.read_text(encoding="utf-8"), seed=SEED + epoch)
+    documents = written.split(SEPARATOR) * WRITTEN_COPIES + generated.split(SEPARATOR)
+    return [text.strip("\n") for text in documents]
 
 
 def main() -> None:

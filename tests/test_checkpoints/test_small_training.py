@@ -65,6 +65,20 @@ def tiny_documents(texts: list[str], tiny_tokenizer: bytes) -> list[list[int]]:
     return [encode_document(tokenizer, text) for text in texts[:120]]
 
 
+def lively_model() -> SmallModel:
+    """An untrained model whose projections into the stream are not zero, as they are at first."""
+    model = SmallModel(TINY, seed=0)
+    rng = np.random.default_rng(0)
+    set_tensors(
+        model,
+        {
+            name: rng.normal(0, 0.2, value.shape) if value.ndim == 2 else value
+            for name, value in to_tensors(model).items()
+        },
+    )
+    return model
+
+
 def test_generated_text_follows_from_the_grammar() -> None:
     made = generate(GRAMMAR_FILE.read_text(encoding="utf-8"))
     assert made == GENERATED_FILE.read_text(encoding="utf-8")
@@ -124,9 +138,9 @@ def test_chat_documents_become_control_tokens(tiny_tokenizer: bytes) -> None:
 
 
 def test_data_order_depends_on_the_seed_only(tiny_documents: list[list[int]]) -> None:
-    first = list(batches(tiny_documents, steps=30, seed=1))
-    again = list(batches(tiny_documents, steps=30, seed=1))
-    other = list(batches(tiny_documents, steps=30, seed=2))
+    first = list(batches(lambda epoch: tiny_documents, steps=30, seed=1))
+    again = list(batches(lambda epoch: tiny_documents, steps=30, seed=1))
+    other = list(batches(lambda epoch: tiny_documents, steps=30, seed=2))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not np.array_equal(first[0], other[0])
     for step, windows in enumerate(first):
@@ -135,9 +149,27 @@ def test_data_order_depends_on_the_seed_only(tiny_documents: list[list[int]]) ->
     assert max(batch_shape(step)[1] for step in range(30)) == SmallConfig().max_position
 
 
+def test_each_epoch_has_other_names(texts: list[str]) -> None:
+    second = read_documents(1)
+    assert second == read_documents(1)
+    assert len(second) == len(texts)
+    same = sum(a == b for a, b in zip(texts, second, strict=True))
+    assert 0 < same < len(texts) / 2  # what was written by hand, and answers without names
+
+
+def test_a_document_does_not_see_its_neighbours() -> None:
+    model = lively_model()
+    row = np.asarray([[1, 20, 30, 2, 1, 40, 50]])
+    packed = np.asarray(model(row, np.cumsum(row == BOS_ID, axis=1)))
+    np.testing.assert_allclose(packed[0, 4:], logits_of(model, [1, 40, 50]), atol=1e-5)
+    assert np.abs(np.asarray(model(row))[0, 6] - packed[0, 6]).max() > 1e-3
+
+
 def test_an_epoch_holds_every_token_once(tiny_documents: list[list[int]]) -> None:
     total = sum(map(len, tiny_documents))
-    stream = np.concatenate([w.ravel() for w in batches(tiny_documents, steps=40, seed=3)])[:total]
+    stream = np.concatenate(
+        [w.ravel() for w in batches(lambda epoch: tiny_documents, steps=40, seed=3)]
+    )[:total]
     expected = np.bincount(list(itertools.chain(*tiny_documents)), minlength=TINY.vocab_size)
     assert np.array_equal(np.bincount(stream, minlength=TINY.vocab_size), expected)
 
@@ -146,7 +178,9 @@ def test_twenty_steps_lower_the_loss(
     tiny_documents: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(small_data, "batch_shape", lambda step: (8, 32))  # compiles once, quickly
-    _, losses = train_small.train(tiny_documents, TINY, steps=20, seed=0, progress=False)
+    _, losses = train_small.train(
+        lambda epoch: tiny_documents, TINY, steps=20, seed=0, progress=False
+    )
     assert losses[0] == pytest.approx(np.log(TINY.vocab_size), abs=0.3)
     assert np.mean(losses[-3:]) < losses[0] - 0.5
 
@@ -161,7 +195,7 @@ def test_the_schedule_warms_up_and_comes_down() -> None:
 
 
 def test_position_does_not_see_what_follows() -> None:
-    model = SmallModel(TINY, seed=0)
+    model = lively_model()
     whole = logits_of(model, [1, 20, 30, 40, 50])
     part = logits_of(model, [1, 20, 30])
     np.testing.assert_allclose(whole[:3], part, atol=1e-5)
