@@ -122,3 +122,6 @@ def _save_group(path: Path, group: dict[str, np.ndarray]) -> None:
     with ocp.Checkpointer(handler) as checkpointer:
         save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in group}
         checkpointer.save(path, args=ocp.args.PyTreeSave(group, save_args=save_args))
+    for note in path.rglob("commit_success.txt"):
+        # Orbax notes the absolute path here, which is of no use to those who get the folder.
+        note.write_text("Checkpoint commit was successful\n", encoding="utf-8")

@@ -143,9 +143,6 @@ def save(
     write_checkpoint(
         folder, convention="hf", config=stored, tensors=tensors.items(), tokenizer=files
     )
-    for note in folder.rglob("commit_success.txt"):
-        # Orbax notes the absolute path here, which is of no use to those who get the folder
-        note.write_text("Checkpoint commit was successful\n", encoding="utf-8")
 
 
 def finish(

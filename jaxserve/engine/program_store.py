@@ -25,7 +25,6 @@ import jax
 import jaxlib.version
 from jax.experimental import serialize_executable
 
-import jaxserve
 import pallas_kernels
 
 logger = logging.getLogger("jaxserve.engine")
@@ -107,9 +106,8 @@ class ProgramStore:
 def source_digest() -> str:
     """SHA-256 over the source files that programs are made from."""
     digest = hashlib.sha256()
-    for package in (jaxserve, pallas_kernels):
-        assert package.__file__ is not None
-        root = pathlib.Path(package.__file__).parent
+    assert pallas_kernels.__file__ is not None
+    for root in (pathlib.Path(__file__).parents[1], pathlib.Path(pallas_kernels.__file__).parent):
         for path in sorted(root.rglob("*.py")):
             digest.update(str(path.relative_to(root)).encode())
             digest.update(path.read_bytes())

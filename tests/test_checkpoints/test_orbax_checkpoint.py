@@ -67,6 +67,12 @@ def test_round_trip(written: pathlib.Path) -> None:
         np.testing.assert_array_equal(read, array)
 
 
+def test_no_file_tells_where_it_was_written(written: pathlib.Path) -> None:
+    place = str(written.parent).encode()
+    told = [path for path in written.rglob("*") if path.is_file() and place in path.read_bytes()]
+    assert told == []
+
+
 @pytest.mark.parametrize(
     "index",
     [
