@@ -88,8 +88,8 @@ def compile_step(
     max_num_seqs: int,
     num_pages: int,
     pages_per_sequence: int,
-) -> tuple[jax.stages.Compiled, LoadedModel]:
-    """The program of one bucket, all chips of the slice sharing every layer."""
+) -> tuple[jax.stages.Compiled, jax.stages.Compiled, LoadedModel]:
+    """`forward` of one bucket and the `sample` behind it, all chips sharing every layer."""
     chips = compile_targets.devices(topology)
     mesh = make_mesh(len(chips), chips)
     model = abstract_model(llama_8b(num_layers), mesh)
@@ -121,7 +121,7 @@ def compile_step(
     )
     bucket = Bucket(tokens=num_tokens, rows=min(num_tokens, max_num_seqs))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return maker.compile_bucket(bucket), model
+        return maker.compile_bucket(bucket), maker.compile_sample(bucket.rows), model
 
 
 def collectives(program: jax.stages.Compiled) -> dict[str, int]:
@@ -142,7 +142,7 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     start = time.monotonic()
     with compile_targets.libtpu_loaded():
-        program, model = compile_step(
+        forward, sample, model = compile_step(
             given.topology,
             num_layers=given.layers,
             num_tokens=given.tokens,
@@ -150,18 +150,19 @@ def main(arguments: list[str]) -> None:
             num_pages=given.pages,
             pages_per_sequence=given.pages_per_sequence,
         )
-    memory = program.memory_analysis()
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in model.weights)
     print(f"{given.topology}: compiled in {time.monotonic() - start:.1f} s; per chip, in MiB:")
-    for name, size in (
-        ("weights", weights / model.mesh.size),
-        ("arguments", memory.argument_size_in_bytes),
-        ("updated in place", memory.alias_size_in_bytes),
-        ("temporaries", memory.temp_size_in_bytes),
-        ("program", memory.generated_code_size_in_bytes),
-    ):
-        print(f"{name:>20} {size / MEBIBYTE:10.1f}")
-    print(f"collectives: {collectives(program)}")
+    print(f"{'weights':>20} {weights / model.mesh.size / MEBIBYTE:10.1f}")
+    for name, program in (("forward", forward), ("sample", sample)):
+        memory = program.memory_analysis()
+        print(f"{name}: collectives {collectives(program)}")
+        for what, size in (
+            ("arguments", memory.argument_size_in_bytes),
+            ("updated in place", memory.alias_size_in_bytes),
+            ("temporaries", memory.temp_size_in_bytes),
+            ("program", memory.generated_code_size_in_bytes),
+        ):
+            print(f"{what:>20} {size / MEBIBYTE:10.1f}")
 
 
 if __name__ == "__main__":

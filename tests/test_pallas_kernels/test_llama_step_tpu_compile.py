@@ -36,7 +36,7 @@ def program(request: pytest.FixtureRequest) -> Iterator[jax.stages.Compiled]:
 def test_the_pool_is_updated_in_place(program: jax.stages.Compiled) -> None:
     """Each chip holds one of the eight KV heads; its part of the pool is not copied."""
     pool = 2 * NUM_LAYERS * NUM_PAGES * PAGE_SIZE * 128 * 2
-    assert program.memory_analysis().alias_size_in_bytes >= pool
+    assert program.memory_analysis().alias_size_in_bytes == pool
     # One kernel per layer, by its name, and no copy of a leaf of the pool.
     text = program.as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == NUM_LAYERS
@@ -49,9 +49,7 @@ def test_two_reductions_per_layer(program: jax.stages.Compiled) -> None:
     assert compile_llama_step.collectives(program)["all-reduce"] == 2 * NUM_LAYERS + 1
 
 
-@pytest.mark.xfail(
-    reason="the step asks for whole logits before they are computed, so XLA gathers the output head"
-)
 def test_no_weight_is_gathered(program: jax.stages.Compiled) -> None:
+    """Logits are put together from parts; were they asked for whole, the output head would be."""
     assert "bf16[128256,4096]" not in program.as_text()
-    assert program.memory_analysis().temp_size_in_bytes < 512 * MEBIBYTE
+    assert program.memory_analysis().temp_size_in_bytes <= 4 * MEBIBYTE
