@@ -17,7 +17,7 @@ from pallas_kernels.errors import KernelError
 
 #: Op -> implementations, best first; each is a module of the op's folder.
 IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
-    "paged_attention": ("cpu", "reference"),
+    "paged_attention": ("cpu", "tpu", "reference"),
 }
 #: What `kernels` may be: the best that works, or one implementation and nothing else.
 AUTO, REFERENCE = "auto", "reference"

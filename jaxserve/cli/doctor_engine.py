@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
+    from pallas_kernels.dispatch import Choice
+
 #: Devices that a driver makes -> (what it is, the extra that makes JAX use it).
 ACCELERATORS = {
     "/dev/nvidia0": ("an NVIDIA GPU", "cuda13"),
@@ -102,12 +104,13 @@ def _resolve(section: Section, config: EngineConfig) -> None:
     dtype = choose_dtype(config, device.platform)
     section.say("dtype", dtype.name)
     check_divisible(model, make_mesh(config.tensor_parallel))
-    section.say("kernels", choose_attention(config, model, dtype, device.platform))
+    attention = choose_attention(config, model, dtype, device.platform)
+    section.say("kernels", attention)
     longest, pages_per_sequence = choose_context(config, model)
     section.say("max_model_len", f"{longest} (the model's own limit: {model.max_position})")
     buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
     section.say("step sizes", ", ".join(str(bucket.tokens) for bucket in buckets) + " tokens")
-    _plan(section, config, model, device, dtype, pages_per_sequence)
+    _plan(section, config, model, device, dtype, attention, pages_per_sequence)
 
 
 def _plan(
@@ -116,6 +119,7 @@ def _plan(
     model: ModelConfig,
     device: jax.Device,
     dtype: np.dtype,
+    attention: Choice,
     pages_per_sequence: int,
 ) -> None:
     """Where the memory goes."""
@@ -129,7 +133,7 @@ def _plan(
     on_cpu = device.platform == "cpu"
     memory = plan_pages(
         config,
-        page=page_bytes(model, config.page_size, dtype.itemsize, config.tensor_parallel),
+        page=page_bytes(model, config.page_size, dtype.itemsize, config.tensor_parallel, attention),
         weights=weights,
         temporaries=0,
         pages_per_sequence=pages_per_sequence,

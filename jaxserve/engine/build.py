@@ -7,6 +7,7 @@ how long each part took, goes to the log and into `EngineReport`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import pathlib
@@ -64,7 +65,7 @@ def make_engine(
     max_len, pages_per_sequence = choose_context(config, device.config)
     buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
     with _timed(seconds, "kernels"):
-        op, kernels = _load_kernels(config, device)
+        device, op, kernels = _load_kernels(config, device)
     with _timed(seconds, "plan"):
         memory = _plan_memory(config, device, op, buckets[-1], pages_per_sequence)
     capacity = (memory.num_pages - 1) * config.page_size
@@ -179,14 +180,14 @@ def choose_context(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
 
 def _load_kernels(
     config: EngineConfig, device: LoadedModel
-) -> tuple[PagedAttentionOp, dict[str, str]]:
-    """The ops' implementations, and what the log says of them."""
+) -> tuple[LoadedModel, PagedAttentionOp, dict[str, str]]:
+    """The model with its attention chosen, the op, and what the log says of it."""
     platform = device.mesh.devices.flat[0].platform
     choice = choose_attention(config, device.config, device.dtype, platform)
     if choice.implementation == "cpu":
         cpu.load(cache_folder() / "kernels")
     op = functools.partial(paged_attention, implementation=choice)
-    return op, {choice.op: str(choice)}
+    return dataclasses.replace(device, attention=choice), op, {choice.op: str(choice)}
 
 
 def choose_attention(
@@ -235,11 +236,18 @@ def _plan_memory(
             pages_per_sequence=pages_per_sequence,
             num_pages=8,
         )
-        temporaries = temporary_bytes(probe.compile_bucket(largest))
+        temporaries = max(
+            temporary_bytes(probe.compile_bucket(largest)),
+            temporary_bytes(probe.compile_sample(largest.rows)),
+        )
     return plan_pages(
         config,
         page=page_bytes(
-            device.config, config.page_size, device.dtype.itemsize, config.tensor_parallel
+            device.config,
+            config.page_size,
+            device.dtype.itemsize,
+            config.tensor_parallel,
+            device.attention,
         ),
         weights=sum(array.nbytes for array in device.weights) // config.tensor_parallel,
         temporaries=temporaries,

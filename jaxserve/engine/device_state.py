@@ -17,12 +17,17 @@ from jaxserve.engine.programs import Weights, abstract
 from jaxserve.parallel.mesh import sharding
 from jaxserve.sampling.limits import SamplingLimits
 from jaxserve.sampling.state import SamplingState, make_state
-from pallas_kernels.paged_attention.api import KVPages, make_pages
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Choice
+from pallas_kernels.paged_attention.api import KVPages, make_pages, page_shape
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model on its mesh; graphdef and treedef turn the flat weights back into the module."""
+    """A model on its mesh; graphdef and treedef turn the flat weights back into the module.
+
+    attention: the implementation that reads and writes its pages.
+    """
 
     config: ModelConfig
     mesh: Mesh
@@ -30,6 +35,7 @@ class LoadedModel:
     graphdef: nnx.GraphDef[Any]
     treedef: Any
     weights: Weights
+    attention: Choice | str = dispatch.REFERENCE
 
 
 def device_state_maker(
@@ -48,13 +54,13 @@ def device_state_maker(
     )
 
     def make() -> tuple[KVPages, SamplingState]:
-        num_rows, heads, page_size, head_size = stand_ins.k.shape
         pages = make_pages(
-            num_rows,
-            heads,
-            page_size,
-            head_size,
-            stand_ins.k.dtype,
+            device.config.num_layers * num_pages,
+            device.config.num_kv_heads,
+            config.page_size,
+            device.config.head_size,
+            device.dtype,
+            implementation=device.attention,
             sharding=stand_ins.k.sharding,
         )
         return pages, make_sampling()
@@ -67,11 +73,12 @@ def abstract_device_state(
 ) -> tuple[Any, Any]:
     """Stand-ins for the page pool (KVPages) and the SamplingState: shapes, dtypes, shardings."""
     model, mesh = device.config, device.mesh
-    shape = (
+    shape = page_shape(
         model.num_layers * num_pages,
         model.num_kv_heads,
         config.page_size,
         model.head_size,
+        implementation=device.attention,
     )
     place = sharding(mesh, ("pages", "kv_heads", "page", "head"), shape)
     leaf: Any = abstract(shape, device.dtype, place)

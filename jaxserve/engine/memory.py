@@ -10,6 +10,7 @@ budget, less if little is free.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 
@@ -17,6 +18,8 @@ import jax
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import ResourceError
+from pallas_kernels.dispatch import Choice
+from pallas_kernels.paged_attention.api import page_shape
 
 #: On a CPU: the pool's budget, and the largest share of the free memory that it may take.
 CPU_POOL_BYTES = 2 * 2**30
@@ -42,10 +45,25 @@ class MemoryPlan:
         return self.page * self.num_pages
 
 
-def page_bytes(config: ModelConfig, page_size: int, itemsize: int, tensor_parallel: int) -> int:
-    """Bytes of one page of all layers, keys and values, on one device."""
-    heads = config.num_kv_heads // tensor_parallel
-    return 2 * config.num_layers * heads * page_size * config.head_size * itemsize
+def page_bytes(
+    config: ModelConfig,
+    page_size: int,
+    itemsize: int,
+    tensor_parallel: int,
+    attention: Choice | str,
+) -> int:
+    """Bytes of one page of all layers, keys and values, on one device.
+
+    attention: the implementation, whose layout may pad a page.
+    """
+    shape = page_shape(
+        1,
+        config.num_kv_heads // tensor_parallel,
+        page_size,
+        config.head_size,
+        implementation=attention,
+    )
+    return 2 * config.num_layers * math.prod(shape) * itemsize
 
 
 def plan_pages(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import functools
 import re
 import sys
@@ -27,7 +28,7 @@ from jaxserve.engine.device_state import LoadedModel
 from jaxserve.models.loading import make_abstract_model
 from jaxserve.parallel.mesh import make_mesh, sharding
 from pallas_kernels import dispatch
-from pallas_kernels.paged_attention import tpu
+from pallas_kernels.paged_attention import api
 
 MEBIBYTE = 2**20
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -103,7 +104,6 @@ def compile_step(
     choice = dispatch.choose(
         "paged_attention",
         platform="tpu",
-        implementations={"paged_attention": ("tpu",)},
         dtype=jnp.bfloat16,
         page_dtype=jnp.bfloat16,
         num_heads=32 // len(chips),
@@ -114,8 +114,8 @@ def compile_step(
     assert choice.implementation == "tpu", choice
     maker = ProgramMaker(
         config=config,
-        device=model,
-        op=functools.partial(tpu.paged_attention),
+        device=dataclasses.replace(model, attention=choice),
+        op=functools.partial(api.paged_attention, implementation=choice),
         pages_per_sequence=pages_per_sequence,
         num_pages=num_pages,
     )

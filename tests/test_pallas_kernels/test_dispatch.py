@@ -31,16 +31,25 @@ def test_best_that_works_is_chosen() -> None:
     assert str(choice) == "paged_attention: cpu"
 
 
-def test_other_platforms_get_the_definition_and_the_reason() -> None:
-    choice = choose("tpu")
+def test_other_platforms_get_the_definition_and_the_reasons() -> None:
+    choice = choose("gpu")
     assert choice.implementation == "reference"
-    assert str(choice) == ("paged_attention: reference (not cpu: it runs on cpu, not on tpu)")
+    assert str(choice) == (
+        "paged_attention: reference (not cpu: it runs on cpu, not on gpu; "
+        "not tpu: it runs on tpu, not on gpu)"
+    )
+
+
+def test_a_tpu_gets_its_own() -> None:
+    choice = choose("tpu")
+    assert str(choice) == "paged_attention: tpu (not cpu: it runs on cpu, not on tpu)"
 
 
 def test_the_definition_can_be_forced() -> None:
     choice = choose(kernels="reference")
     assert choice.implementation == "reference"
-    assert choice.refused == {"cpu": ("kernels is 'reference'",)}
+    forced = ("kernels is 'reference'",)
+    assert choice.refused == {"cpu": forced, "tpu": forced}
 
 
 def test_environment_is_read_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +99,7 @@ def test_forced_implementation_that_cannot_work_is_an_error() -> None:
 def test_unknown_names() -> None:
     with pytest.raises(KernelError, match="there is no op 'fly'"):
         dispatch.choose("fly", platform="cpu")
-    with pytest.raises(KernelError, match="use auto or cpu, reference"):
+    with pytest.raises(KernelError, match="use auto or cpu, tpu, reference"):
         choose(kernels="fastest")
 
 

@@ -321,10 +321,18 @@ def test_values_that_are_not_numbers_stay_visible() -> None:
     assert np.isnan(got[10:]).all()
 
 
+def test_a_pool_has_the_shape_that_its_implementation_reads() -> None:
+    assert api.page_shape(9, 4, 16, 64, implementation="cpu") == (9, 4, 16, 64)
+    assert api.page_shape(9, 4, 16, 64, implementation="tpu") == (9, 4, 8, 128)
+    assert api.page_shape(9, 4, 16, 80, implementation="tpu") == (9, 4, 16, 128)
+
+
 def test_make_pages() -> None:
-    pages = api.make_pages(300, 4, 16, 32, jnp.float32)
+    pages = api.make_pages(300, 4, 16, 32, jnp.float32, implementation="reference")
     assert pages.k.shape == pages.v.shape == (300, 4, 16, 32)
     assert not np.asarray(pages.v).any()
     sharding = jax.NamedSharding(make_mesh(2), jax.P(None, "tensor"))
-    assert api.make_pages(8, 4, 16, 32, sharding=sharding).k.sharding == sharding
+    assert (
+        api.make_pages(8, 4, 16, 32, implementation="cpu", sharding=sharding).k.sharding == sharding
+    )
     assert reference.KVPages is api.KVPages
