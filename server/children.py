@@ -19,6 +19,8 @@ STABLE_SECONDS = 60.0
 MAX_FAILURES = 3
 #: Exit code of a child whose trouble a restart cannot cure; it has said what it is.
 USER_ERROR_EXIT = 3
+#: The same for settings that cannot work: the whole command then ends with 2.
+USAGE_ERROR_EXIT = 4
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 

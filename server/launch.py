@@ -22,7 +22,7 @@ import msgspec
 from checkpoints.resolve import resolve_model
 from jaxserve.config import EngineConfig, ServerConfig, cache_folder
 from jaxserve.errors import ResourceError
-from server.children import USER_ERROR_EXIT, Child
+from server.children import USAGE_ERROR_EXIT, USER_ERROR_EXIT, Child
 from server.settings import FrontSettings
 
 ENGINE_COMMAND = (sys.executable, "-m", "jaxserve.engine.process")
@@ -129,8 +129,8 @@ class _Parent:
         while not self._signals:
             for child in (self._engine, self._front):
                 child.forward()
-                if child.exit_code is not None and not self._survive(child):
-                    return 1
+                if child.exit_code is not None and (code := self._give_up(child)):
+                    return code
                 child.start_if_due()
             if not self._announced and self._answers():
                 self._announced = True
@@ -138,18 +138,18 @@ class _Parent:
             time.sleep(_TICK)
         return self._drain()
 
-    def _survive(self, child: Child) -> bool:
-        """What to do about a child that ended: False if there is no point in going on."""
+    def _give_up(self, child: Child) -> int:
+        """What to do about a child that ended: an exit code, or 0 when it is to start again."""
         code = child.exit_code
         child.ended()
-        if code == USER_ERROR_EXIT:
-            return False
+        if code in (USER_ERROR_EXIT, USAGE_ERROR_EXIT):
+            return 2 if code == USAGE_ERROR_EXIT else 1
         if child.crash_loop:
             words = f"; its last words: {child.last_line}" if child.last_line else ""
             _say(f"{child.name} ended {child.failures} times in a row, giving up{words}")
-            return False
+            return 1
         _say(f"{child.name} ended with {_status(code)}; starting it again")
-        return True
+        return 0
 
     def _answers(self) -> bool:
         """Whether all workers are there and /ready says yes; looks twice a second at most."""

@@ -24,8 +24,8 @@ from server.children import USER_ERROR_EXIT
 from server.settings import FrontSettings
 
 #: How long a new worker waits for a running engine's first word before it takes requests, so that
-#: a worker that replaces another does not begin with refusals.
-HEAR_SECONDS = 1.0
+#: a worker that replaces another does not begin with refusals. Several beats: one may get lost.
+HEAR_SECONDS = 5.0
 
 
 def make_app() -> flask.Flask:

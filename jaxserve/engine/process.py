@@ -1,8 +1,9 @@
 """The engine process: `python -m jaxserve.engine.process --address ipc://... --config JSON`.
 
 Started by the server's launcher. Owns the devices; talks to front-end workers through
-`jaxserve.engine.link`. Exit codes: 0 after SIGTERM, 3 for what a restart cannot cure (a wrong model,
-a setting that cannot work; its last line on stderr says what), anything else for a crash.
+`jaxserve.engine.link`. Exit codes: 0 after SIGTERM, 3 for what a restart cannot cure (a wrong
+model), 4 for a setting that cannot work; the last line on stderr says what. Anything else is a
+crash.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from jaxserve.engine.build import make_engine
 from jaxserve.engine.link import EngineLink
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.report import EngineReport
-from jaxserve.errors import USER_ERRORS, EngineError
+from jaxserve.errors import USER_ERRORS, EngineError, UsageError
 from jaxserve.messages import EngineInfo
 from jaxserve.request import MAX_LOGPROBS
 
-EXIT_USER_ERROR = 3
+EXIT_USER_ERROR, EXIT_USAGE_ERROR = 3, 4
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return EXIT_USAGE_ERROR if isinstance(error, UsageError) else EXIT_USER_ERROR
     except _StoppedError:
         return 0
     finally:

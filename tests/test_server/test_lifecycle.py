@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
 from running_server import Answer, RunningServer, wait_until
 
 from jaxserve.config import EngineConfig, ServerConfig
@@ -79,9 +80,12 @@ def test_port_in_use(start_server: Start) -> None:
     assert not server.log.exists(), "the engine was not even started"
 
 
-def test_user_error_of_the_engine_is_one_line(start_server: Start) -> None:
-    server = start_server(fake_engine=["--exit-code", "3"])
-    assert server.wait(20) == 1
+@pytest.mark.parametrize(("engine_code", "code"), [("3", 1), ("4", 2)])
+def test_user_error_of_the_engine_is_one_line(
+    start_server: Start, engine_code: str, code: int
+) -> None:
+    server = start_server(fake_engine=["--exit-code", engine_code])
+    assert server.wait(20) == code
     assert server.errors.read_text() == "fake engine: no such model 'nowhere'; try another\n"
 
 
