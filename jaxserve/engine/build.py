@@ -90,7 +90,6 @@ def make_engine(
         RunnerShape(
             vocab_size=device.config.vocab_size,
             max_num_seqs=config.max_num_seqs,
-            page_size=config.page_size,
             pages_per_sequence=pages_per_sequence,
             eos_ids=frozenset(device.config.eos_ids),
             limits=SamplingLimits(),

@@ -48,7 +48,6 @@ class RunnerShape:
 
     vocab_size: int
     max_num_seqs: int
-    page_size: int
     pages_per_sequence: int
     eos_ids: frozenset[int]
     limits: SamplingLimits

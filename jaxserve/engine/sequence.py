@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import secrets
 import time
 
 from jaxserve.kv import hashing
 from jaxserve.request import FinishReason, GenerationRequest
+from jaxserve.routing.seeds import random_seed
 
 
 class SequenceStatus(enum.Enum):
@@ -59,7 +59,7 @@ class Sequence:
         """An unseeded request gets a seed here, so that a preempted one goes on with the same."""
         seed = request.sampling.seed
         return cls(
-            seed=secrets.randbits(63) if seed is None else seed,
+            seed=random_seed() if seed is None else seed,
             request=request,
             max_tokens=max_tokens,
             order=order,
