@@ -44,7 +44,7 @@ def xla_mapped(
     def one(argument: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         query, table, kv_len = argument
         keys, values = (
-            leaf[table].transpose(1, 0, 2, 3).reshape(kv_heads, length, size) for leaf in pages
+            leaf[table].transpose(1, 0, 2, 3).reshape(kv_heads, length, size) for leaf in pages[:2]
         )
         logits = jnp.einsum("kgh,ksh->kgs", query.reshape(kv_heads, -1, size), keys) * scale
         logits = jnp.where(jnp.arange(length) < kv_len, logits, -1e30)
@@ -60,7 +60,7 @@ def xla_gathered(
     """Decode: all sequences at once."""
     pages = write_pages(pages, k, v, batch)
     sequences, kv_heads, size = batch.kv_lens.shape[0], *pages.k.shape[1::2]
-    keys, values = (leaf[batch.block_tables] for leaf in pages)  # [B, M, K, page_size, H]
+    keys, values = (leaf[batch.block_tables] for leaf in pages[:2])  # [B, M, K, page_size, H]
     logits = jnp.einsum("bkgh,bmksh->bkgms", q.reshape(sequences, kv_heads, -1, size), keys)
     shape = logits.shape
     logits = logits.reshape(*shape[:3], -1) * scale
@@ -81,7 +81,9 @@ def xla_prefill(
     seen = (jnp.arange(length)[None] <= position[:, None])[:, None]
     outputs = []
     for head in range(kv_heads):
-        keys, values = (leaf[batch.block_tables[0], head].reshape(length, size) for leaf in pages)
+        keys, values = (
+            leaf[batch.block_tables[0], head].reshape(length, size) for leaf in pages[:2]
+        )
         query = q.reshape(rows, kv_heads, -1, size)[:, head].reshape(-1, size)
         logits = jax.lax.dot(query, keys.T).reshape(rows, -1, length) * scale
         weights = jax.nn.softmax(jnp.where(seen, logits, -1e30), -1).reshape(-1, length)
@@ -101,7 +103,7 @@ def make_runner(attend: Callable[..., Any], inputs: cases.Inputs) -> Runner:
     """Runs a call with the pool donated, and waits."""
     scale = inputs.options["scale"]
     call = jax.jit(functools.partial(attend, scale=scale), donate_argnums=(3,))
-    pool = [KVPages(*(leaf + 0 for leaf in inputs.pages))]
+    pool = [jax.tree.map(lambda leaf: leaf + 0, inputs.pages)]
     for leaf in pool[0]:
         huge_pages.use(leaf)
 

@@ -15,6 +15,14 @@ from jaxserve.errors import UsageError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16")
+#: What --kv-cache-dtype may say, and the dtype of the pages; auto follows --dtype.
+KV_CACHE_DTYPES = {
+    "auto": "",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
+}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -92,6 +100,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     served_name: str | None = None
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
@@ -137,6 +146,11 @@ class EngineConfig:
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 2")
         if self.dtype not in DTYPES:
             raise UsageError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise UsageError(
+                f"--kv-cache-dtype is {self.kv_cache_dtype!r}; "
+                f"it must be one of {', '.join(KV_CACHE_DTYPES)}"
+            )
         if self.page_size & (self.page_size - 1):
             raise UsageError(f"--page-size is {self.page_size}; it must be a power of two")
 

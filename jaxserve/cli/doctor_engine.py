@@ -88,7 +88,12 @@ def _resolve(section: Section, config: EngineConfig) -> None:
     from checkpoints.open import open_checkpoint
     from checkpoints.resolve import resolve_model
     from jaxserve.engine.buckets import make_buckets
-    from jaxserve.engine.build import choose_attention, choose_context, choose_dtype
+    from jaxserve.engine.build import (
+        choose_attention,
+        choose_context,
+        choose_dtype,
+        choose_page_dtype,
+    )
     from jaxserve.models.registry import read_model_config
     from jaxserve.parallel.mesh import check_divisible, make_mesh
 
@@ -102,15 +107,16 @@ def _resolve(section: Section, config: EngineConfig) -> None:
     )
     device = jax.devices()[0]
     dtype = choose_dtype(config, device.platform)
-    section.say("dtype", dtype.name)
+    page_dtype = choose_page_dtype(config, dtype)
+    section.say("dtype", f"{dtype.name}, KV pages {page_dtype.name}")
     check_divisible(model, make_mesh(config.tensor_parallel))
-    attention = choose_attention(config, model, dtype, device.platform)
+    attention = choose_attention(config, model, dtype, page_dtype, device.platform)
     section.say("kernels", attention)
     longest, pages_per_sequence = choose_context(config, model)
     section.say("max_model_len", f"{longest} (the model's own limit: {model.max_position})")
     buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
     section.say("step sizes", ", ".join(str(bucket.tokens) for bucket in buckets) + " tokens")
-    _plan(section, config, model, device, dtype, attention, pages_per_sequence)
+    _plan(section, config, model, device, (dtype, page_dtype), attention, pages_per_sequence)
 
 
 def _plan(
@@ -118,14 +124,15 @@ def _plan(
     config: EngineConfig,
     model: ModelConfig,
     device: jax.Device,
-    dtype: np.dtype,
+    dtypes: tuple[np.dtype, np.dtype],
     attention: Choice,
     pages_per_sequence: int,
 ) -> None:
-    """Where the memory goes."""
+    """Where the memory goes; dtypes: of weights and of pages."""
     from jaxserve.engine.memory import free_bytes, page_bytes, plan_pages
     from jaxserve.models.loading import parameter_infos
 
+    dtype, page_dtype = dtypes
     parameters = parameter_infos(model, dtype).values()
     weights = sum(math.prod(info.shape) * info.dtype.itemsize for info in parameters)
     weights //= config.tensor_parallel
@@ -133,7 +140,7 @@ def _plan(
     on_cpu = device.platform == "cpu"
     memory = plan_pages(
         config,
-        page=page_bytes(model, config.page_size, dtype.itemsize, config.tensor_parallel, attention),
+        page=page_bytes(model, config.page_size, page_dtype, config.tensor_parallel, attention),
         weights=weights,
         temporaries=0,
         pages_per_sequence=pages_per_sequence,

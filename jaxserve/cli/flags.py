@@ -12,7 +12,14 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from jaxserve.config import DEFAULT_MAX_LEN, DTYPES, LOG_LEVELS, EngineConfig, ServerConfig
+from jaxserve.config import (
+    DEFAULT_MAX_LEN,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LOG_LEVELS,
+    EngineConfig,
+    ServerConfig,
+)
 from jaxserve.errors import UsageError
 from jaxserve.request import SamplingParams
 
@@ -20,6 +27,8 @@ ENGINE_HELP: Mapping[str, str] = {
     "model": "a name that can be pulled, a folder, a GGUF file or a hub id",
     "served_name": "the model's name in the API, if not what --model says",
     "dtype": "of weights and activations: auto is float32 on a CPU, else bfloat16",
+    "kv_cache_dtype": "of the KV pages: auto is that of --dtype; int8 and fp8 hold each token's head "
+    "with a scale of its own",
     "max_num_seqs": "answers that grow at the same time",
     "max_num_batched_tokens": "tokens that one step computes, of all requests together",
     "max_model_len": "longest prompt and answer together, in tokens; if not given, the model's own "
@@ -62,7 +71,11 @@ SAMPLING_HELP: Mapping[str, str] = {
     "stop": "end the answer before this text; may be given several times",
     "ignore_eos": "go on when the model would stop",
 }
-_CHOICES: Mapping[str, Collection[str]] = {"dtype": DTYPES, "log_level": LOG_LEVELS}
+_CHOICES: Mapping[str, Collection[str]] = {
+    "dtype": DTYPES,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "log_level": LOG_LEVELS,
+}
 _UNITS: Mapping[str, int] = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 Settings = TypeVar("Settings", EngineConfig, ServerConfig, SamplingParams)

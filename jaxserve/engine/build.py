@@ -21,7 +21,13 @@ from flax import nnx
 
 from checkpoints.open import open_checkpoint
 from checkpoints.resolve import resolve_model
-from jaxserve.config import DEFAULT_MAX_LEN, EngineConfig, ModelConfig, cache_folder
+from jaxserve.config import (
+    DEFAULT_MAX_LEN,
+    KV_CACHE_DTYPES,
+    EngineConfig,
+    ModelConfig,
+    cache_folder,
+)
 from jaxserve.engine.buckets import Bucket, make_buckets
 from jaxserve.engine.compilation import CompilationLog
 from jaxserve.engine.compiling import ProgramMaker, temporary_bytes
@@ -101,6 +107,7 @@ def make_engine(
         model=device.config,
         model_name=config.model_name,
         dtype=device.dtype.name,
+        page_dtype=device.page_dtype.name,
         mesh=device.mesh,
         max_model_len=max_len,
         memory=memory,
@@ -151,6 +158,7 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
         config=model_config,
         mesh=mesh,
         dtype=dtype,
+        page_dtype=choose_page_dtype(config, dtype),
         graphdef=graphdef,
         treedef=treedef,
         weights=tuple(weights),
@@ -158,11 +166,17 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
 
 
 def choose_dtype(config: EngineConfig, platform: str) -> np.dtype:
-    """Of weights, activations and pages."""
+    """Of weights and activations."""
     name = config.dtype
     if name == "auto":
         name = "float32" if platform == "cpu" else "bfloat16"
     return np.dtype(jnp.dtype(name))
+
+
+def choose_page_dtype(config: EngineConfig, dtype: np.dtype) -> np.dtype:
+    """Of the KV pages; dtype: of activations, which auto follows."""
+    name = config.kv_cache_dtype
+    return dtype if name == "auto" else np.dtype(jnp.dtype(KV_CACHE_DTYPES[name]))
 
 
 def choose_context(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
@@ -182,7 +196,7 @@ def _load_kernels(
 ) -> tuple[LoadedModel, PagedAttentionOp, dict[str, str]]:
     """The model with its attention chosen, the op, and what the log says of it."""
     platform = device.mesh.devices.flat[0].platform
-    choice = choose_attention(config, device.config, device.dtype, platform)
+    choice = choose_attention(config, device.config, device.dtype, device.page_dtype, platform)
     if choice.implementation == "cpu":
         cpu.load(cache_folder() / "kernels")
     op = functools.partial(paged_attention, implementation=choice)
@@ -190,7 +204,11 @@ def _load_kernels(
 
 
 def choose_attention(
-    config: EngineConfig, model: ModelConfig, dtype: np.dtype, platform: str
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: np.dtype,
+    page_dtype: np.dtype,
+    platform: str,
 ) -> dispatch.Choice:
     """The implementation of attention for this model. Raises UsageError if there is none."""
     split = config.tensor_parallel
@@ -200,7 +218,7 @@ def choose_attention(
             platform=platform,
             kernels=resolve_kernels(config),
             dtype=dtype,
-            page_dtype=dtype,
+            page_dtype=page_dtype,
             num_heads=model.num_heads // split,
             num_kv_heads=model.num_kv_heads // split,
             head_size=model.head_size,
@@ -244,7 +262,7 @@ def _plan_memory(
         page=page_bytes(
             device.config,
             config.page_size,
-            device.dtype.itemsize,
+            device.page_dtype,
             config.tensor_parallel,
             device.attention,
         ),
@@ -260,7 +278,7 @@ def _open_store(maker: ProgramMaker, kernels: dict[str, str]) -> ProgramStore:
     device = maker.device
     facts = (
         device.config,
-        device.dtype,
+        (device.dtype, device.page_dtype),
         dict(device.mesh.shape),
         [(array.shape, array.dtype) for array in device.weights],
         (maker.config.max_num_seqs, maker.config.page_size),

@@ -31,7 +31,6 @@ from jaxserve.request import SamplingParams
 from jaxserve.sampling.limits import SamplingLimits
 from jaxserve.sampling.sampler import SampleResult
 from jaxserve.sampling.state import SamplingState, reset_slot, slot_reset
-from pallas_kernels.paged_attention.api import KVPages
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -87,10 +86,11 @@ class ProgramMaker:
     def _make_forward(self, bucket: Bucket, store: ProgramStore) -> jax.stages.Compiled:
         start = time.monotonic()
         loaded_before = store.num_loaded
+        arguments = self._forward_arguments(bucket)
         program = store.get(
             f"forward_{bucket.tokens}_{bucket.rows}",
-            self._forward_arguments(bucket),
-            _forward_output,
+            arguments,
+            lambda: (arguments[1], 0),
             lambda: self.compile_bucket(bucket),
         )
         loaded = store.num_loaded > loaded_before
@@ -160,10 +160,6 @@ def temporary_bytes(program: jax.stages.Compiled) -> int:
 
 def _sampling_structure() -> Any:
     return SamplingState(*[0] * len(SamplingState._fields))  # type: ignore[arg-type]
-
-
-def _forward_output() -> Any:
-    return KVPages(*[0] * len(KVPages._fields)), 0  # type: ignore[arg-type]
 
 
 def _sample_output() -> Any:

@@ -19,19 +19,20 @@ from jaxserve.sampling.limits import SamplingLimits
 from jaxserve.sampling.state import SamplingState, make_state
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Choice
-from pallas_kernels.paged_attention.api import KVPages, make_pages, page_shape
+from pallas_kernels.paged_attention.api import KVPages, make_pages, pool_leaves
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A model on its mesh; graphdef and treedef turn the flat weights back into the module.
 
-    attention: the implementation that reads and writes its pages.
+    attention: the implementation that reads and writes its pages, which hold page_dtype.
     """
 
     config: ModelConfig
     mesh: Mesh
     dtype: np.dtype
+    page_dtype: np.dtype
     graphdef: nnx.GraphDef[Any]
     treedef: Any
     weights: Weights
@@ -59,7 +60,7 @@ def device_state_maker(
             device.config.num_kv_heads,
             config.page_size,
             device.config.head_size,
-            device.dtype,
+            device.page_dtype,
             implementation=device.attention,
             sharding=stand_ins.k.sharding,
         )
@@ -73,18 +74,19 @@ def abstract_device_state(
 ) -> tuple[Any, Any]:
     """Stand-ins for the page pool (KVPages) and the SamplingState: shapes, dtypes, shardings."""
     model, mesh = device.config, device.mesh
-    shape = page_shape(
+    leaves = pool_leaves(
         model.num_layers * num_pages,
         model.num_kv_heads,
         config.page_size,
         model.head_size,
+        device.page_dtype,
         implementation=device.attention,
     )
-    place = sharding(mesh, ("pages", "kv_heads", "page", "head"), shape)
-    leaf: Any = abstract(shape, device.dtype, place)
+    place = sharding(mesh, ("pages", "kv_heads"), leaves.k.shape[:2])
+    pages = jax.tree.map(lambda leaf: abstract(leaf.shape, leaf.dtype, place), leaves)
     state = jax.eval_shape(
         functools.partial(make_state, config.max_num_seqs, model.vocab_size, SamplingLimits())
     )
     replicated = sharding(mesh, ())
     sampling = jax.tree.map(lambda item: abstract(item.shape, item.dtype, replicated), state)
-    return KVPages(leaf, leaf), sampling
+    return pages, sampling

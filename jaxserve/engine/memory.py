@@ -15,11 +15,12 @@ import os
 import pathlib
 
 import jax
+from jax.typing import DTypeLike
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import ResourceError
 from pallas_kernels.dispatch import Choice
-from pallas_kernels.paged_attention.api import page_shape
+from pallas_kernels.paged_attention.api import pool_leaves
 
 #: On a CPU: the pool's budget, and the largest share of the free memory that it may take.
 CPU_POOL_BYTES = 2 * 2**30
@@ -48,22 +49,24 @@ class MemoryPlan:
 def page_bytes(
     config: ModelConfig,
     page_size: int,
-    itemsize: int,
+    dtype: DTypeLike,
     tensor_parallel: int,
     attention: Choice | str,
 ) -> int:
-    """Bytes of one page of all layers, keys and values, on one device.
+    """Bytes of one page of all layers, keys and values and their scales, on one device.
 
-    attention: the implementation, whose layout may pad a page.
+    dtype: of the pages. attention: the implementation, whose layout may pad a page.
     """
-    shape = page_shape(
+    leaves = pool_leaves(
         1,
         config.num_kv_heads // tensor_parallel,
         page_size,
         config.head_size,
+        dtype,
         implementation=attention,
     )
-    return 2 * config.num_layers * math.prod(shape) * itemsize
+    one: int = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(leaves))
+    return config.num_layers * one
 
 
 def plan_pages(

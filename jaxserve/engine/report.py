@@ -26,6 +26,7 @@ class EngineReport:
     model: ModelConfig
     model_name: str
     dtype: str
+    page_dtype: str
     mesh: Mesh
     max_model_len: int
     memory: MemoryPlan
@@ -55,7 +56,8 @@ def log_report(report: EngineReport) -> None:
         report.seconds["load"],
     )
     logger.info(
-        "KV pool: %d pages, %.0f MB, %d tokens (limit: %s); longest sequence %d tokens",
+        "KV pool: %s, %d pages, %.0f MB, %d tokens (limit: %s); longest sequence %d tokens",
+        report.page_dtype,
         memory.num_pages,
         memory.pool / 1e6,
         report.num_tokens,

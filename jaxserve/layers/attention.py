@@ -165,7 +165,9 @@ class PagedAttend:
 
         query_spec = spec(("tokens", "heads", "head"))
         row_spec = spec(("tokens", "kv_heads", "head"))
-        pool_spec = spec(("pages", "kv_heads", "page", "head"))
+        pool_spec = spec(
+            ("pages", "kv_heads")
+        )  # of pages and, where there are any, of their scales
         sharded = jax.shard_map(
             attend,
             mesh=self._mesh,

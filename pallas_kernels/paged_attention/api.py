@@ -4,8 +4,8 @@
     pages = make_pages(num_pages, num_kv_heads, page_size, head_size, dtype, implementation=choice)
     out, pages = paged_attention(q, k, v, pages, batch, scale=..., implementation=choice)
 
-A pool is [P, K, page_size, H], or what the implementation's own `page_shape` makes of that; pages and
-KV heads are always the first two axes. Must not know models, the engine or the mesh: each device
+A pool is [P, K, page_size, H], or what the implementation's own `page_shape` makes of that, and so
+are its scales [P, K, page_size] and `scale_shape`; pages and KV heads are always the first two axes. Must not know models, the engine or the mesh: each device
 runs it on its own KV heads (`jax.shard_map`).
 """
 
@@ -20,12 +20,22 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Choice
 from pallas_kernels.paged_attention import huge_pages
-from pallas_kernels.paged_attention.reference import KVPages, PagedBatch
+from pallas_kernels.paged_attention.reference import QUANTISED, KVPages, PagedBatch
 
 #: A page size that every layout can hold.
 _ANY_PAGE = 256
 
-__all__ = ["KVPages", "PagedBatch", "make_pages", "page_shape", "paged_attention"]
+__all__ = [
+    "QUANTISED",
+    "KVPages",
+    "PagedBatch",
+    "make_pages",
+    "merge",
+    "page_shape",
+    "paged_attention",
+    "paged_attention_with_lse",
+    "pool_leaves",
+]
 
 
 def page_shape(
@@ -43,6 +53,27 @@ def page_shape(
     return made
 
 
+def pool_leaves(
+    num_pages: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_size: int,
+    dtype: DTypeLike,
+    *,
+    implementation: Choice | str,
+) -> KVPages:
+    """Shapes and dtypes of a pool's leaves, as jax.ShapeDtypeStruct; no arrays."""
+    shape = page_shape(num_pages, num_kv_heads, page_size, head_size, implementation=implementation)
+    leaf: Any = jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
+    if jnp.dtype(dtype).name not in QUANTISED:
+        return KVPages(leaf, leaf)
+    own = getattr(_module(implementation), "scale_shape", None)
+    plain = (num_pages, num_kv_heads, page_size)
+    scales = plain if own is None else own(*plain, head_size)
+    scale: Any = jax.ShapeDtypeStruct(scales, jnp.float32)  # type: ignore[no-untyped-call]
+    return KVPages(leaf, leaf, scale, scale)
+
+
 def make_pages(
     num_pages: int,
     num_kv_heads: int,
@@ -53,15 +84,20 @@ def make_pages(
     implementation: Choice | str,
     sharding: jax.sharding.Sharding | None = None,
 ) -> KVPages:
-    """A pool of zeros, page 0 included; sharding is that of its four axes (None: default).
+    """A pool of zeros, page 0 included; sharding is that of pages and KV heads (None: default).
+
+    Pages of a dtype among QUANTISED come with their scales.
 
     On a CPU the pool is placed on the system's huge pages where it has them: scattered reads are
     up to twice as fast.
     """
-    shape = page_shape(num_pages, num_kv_heads, page_size, head_size, implementation=implementation)
-    leaves = (jnp.zeros(shape, dtype, device=sharding) for _ in KVPages._fields)
-    pages = KVPages(*leaves)
-    for leaf in pages:
+    leaves = pool_leaves(
+        num_pages, num_kv_heads, page_size, head_size, dtype, implementation=implementation
+    )
+    pages: KVPages = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), leaves
+    )
+    for leaf in jax.tree.leaves(pages):
         huge_pages.use(leaf)
     return pages
 
@@ -96,6 +132,44 @@ def paged_attention(
     return result
 
 
+def paged_attention_with_lse(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: KVPages,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: Choice | str,
+) -> tuple[jax.Array, KVPages, jax.Array]:
+    """As `paged_attention`, and the log of the softmax's sum: [T, N] float32, -inf in padding.
+
+    With it, results over parts of the same keys can be joined (`merge`).
+    """
+    lanes = page_shape(1, 1, _ANY_PAGE, q.shape[2], implementation=implementation)[3]
+    _check(q, k, v, pages, batch, window, soft_cap, sinks, lanes)
+    result: tuple[jax.Array, KVPages, jax.Array] = _module(implementation).paged_attention_with_lse(
+        q, k, v, pages, batch, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+    )
+    return result
+
+
+def merge(outs: jax.Array, lses: jax.Array) -> jax.Array:
+    """Attention over all keys from attention over disjoint parts of them.
+
+    outs: [parts, T, N, H], lses: [parts, T, N]; a sink may have taken part in one of them only.
+    Returns [T, N, H] in outs' dtype; rows without a key in any part are zero.
+    """
+    top = jnp.max(lses, axis=0)
+    weights = jnp.exp(lses - jnp.where(jnp.isfinite(top), top, 0.0))
+    total = weights.sum(0)
+    shares = weights / jnp.where(total == 0, 1.0, total)
+    return jnp.sum(outs.astype(jnp.float32) * shares[..., None], axis=0).astype(outs.dtype)
+
+
 def _module(implementation: Choice | str) -> Any:
     name = implementation.implementation if isinstance(implementation, Choice) else implementation
     return importlib.import_module(f"pallas_kernels.paged_attention.{name}")
@@ -116,11 +190,14 @@ def _check(
     num_kv_heads = pages.k.shape[1]
     rows = (num_rows, num_kv_heads, head_size)
     num_sequences = batch.block_tables.shape[0]
+    scales = pages.k_scale is not None and pages.v_scale is not None
+    scaled = jnp.dtype(pages.k.dtype).name in QUANTISED
     problems = [
         (k.shape != rows or v.shape != rows, f"k {k.shape} and v {v.shape} must be {rows}"),
         (pages.k.shape != pages.v.shape, f"pages k {pages.k.shape} and v {pages.v.shape} differ"),
         (pages.k.shape[3] != lanes, f"q {q.shape} and pages {pages.k.shape} differ in H"),
         (pages.k.dtype != pages.v.dtype, f"pages k {pages.k.dtype} and v {pages.v.dtype} differ"),
+        (scaled != scales, f"pages of {pages.k.dtype} {'need' if scaled else 'have no'} scales"),
         (num_heads % num_kv_heads != 0, f"{num_heads} heads do not share {num_kv_heads} KV heads"),
         (batch.cu_q_lens.shape != (num_sequences + 1,), f"cu_q_lens is {batch.cu_q_lens.shape}"),
         (batch.kv_lens.shape != (num_sequences,), f"kv_lens is {batch.kv_lens.shape}"),

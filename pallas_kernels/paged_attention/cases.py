@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.paged_attention.reference import KVPages, PagedBatch
+from pallas_kernels.paged_attention.reference import QUANTISED, KVPages, PagedBatch, quantise
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,8 @@ def make_inputs(
 ) -> Inputs:
     """Random arguments for a case; equal seeds give equal values, one sequence after the other.
 
-    poison: free pages, the trash page, and places past the end of a sequence hold NaN (else 0).
+    poison: free pages, the trash page, and places past the end of a sequence hold NaN (else 0);
+    where the dtype has no NaN, their scales do.
     """
     assert len(case.q_lens) == len(case.kv_lens), case
     rng = np.random.default_rng(seed)
@@ -178,7 +179,7 @@ def make_inputs(
         q=q,
         k=k,
         v=v,
-        pages=KVPages(*(jnp.asarray(leaf, page_dtype) for leaf in stored)),
+        pages=_store(stored, page_dtype),
         batch=PagedBatch(
             jnp.asarray(tables), jnp.asarray(ends, jnp.int32), jnp.asarray(lengths, jnp.int32)
         ),
@@ -190,3 +191,11 @@ def make_inputs(
         },
         owned=order[:start],
     )
+
+
+def _store(leaves: list[np.ndarray], dtype: DTypeLike) -> KVPages:
+    """Pages [P, K, page_size, H] float32 as a pool of `dtype`."""
+    if jnp.dtype(dtype).name not in QUANTISED:
+        return KVPages(*(jnp.asarray(leaf, dtype) for leaf in leaves))
+    (k, k_scale), (v, v_scale) = (quantise(jnp.asarray(leaf), dtype) for leaf in leaves)
+    return KVPages(k, v, k_scale, v_scale)

@@ -90,7 +90,7 @@ def paged_attention(
         sinks = jnp.zeros((0,), jnp.float32)
     outputs = tuple(
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # type: ignore[no-untyped-call]
-        for leaf in (*pages, q)
+        for leaf in (pages.k, pages.v, q)
     )
     call = jax.ffi.ffi_call(TARGET, outputs, input_output_aliases={7: 0, 8: 1})
     new_k, new_v, out = call(
@@ -101,7 +101,8 @@ def paged_attention(
         batch.cu_q_lens.astype(jnp.int32),
         batch.kv_lens.astype(jnp.int32),
         sinks.astype(jnp.float32),
-        *pages,
+        pages.k,
+        pages.v,
         scale=np.float64(scale),
         soft_cap=np.float64(soft_cap or 0.0),
         window=np.int64(window or 0),

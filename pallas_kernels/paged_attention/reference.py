@@ -6,11 +6,16 @@ Keys and values live in pages; block_tables[b, i] is the page that holds the seq
 i * page_size to (i + 1) * page_size - 1. Page 0 is the trash page: padding rows write there.
 
     out[t] = softmax(scale * q[t] . k[j] (capped) for allowed j) . v[j]
+    lse[t] = log(sum of exp(scale * q[t] . k[j] (capped)) for allowed j, and of exp(sink))
     allowed: j <= position(t), and j > position(t) - window where a window is given
+
+Pages of int8 or float8_e4m3fn hold each token's head divided by a scale of its own (`quantise`);
+keys and values are then what they stand for, number times scale, in float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -22,11 +27,21 @@ from jax.typing import DTypeLike
 BLOCK_TOKENS = 128
 
 
+#: Page dtypes that need scales, and the largest number that each can hold.
+QUANTISED: Mapping[str, float] = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
 class KVPages(NamedTuple):
-    """A pool of pages: k and v of shape [P, K, page_size, H]."""
+    """A pool of pages: k and v of shape [P, K, page_size, H].
+
+    k_scale, v_scale: [P, K, page_size] float32, what each stored head is multiplied with; None
+    unless the pages' dtype is among QUANTISED.
+    """
 
     k: jax.Array
     v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
 
 
 class PagedBatch(NamedTuple):
@@ -55,8 +70,9 @@ def refusals(
     """What has no meaning; the platform and the sizes make no difference."""
     reasons = []
     for what, given in (("q, k and v", dtype), ("pages", page_dtype)):
-        if not jnp.issubdtype(given, jnp.floating):
-            reasons.append(f"{what} of {jnp.dtype(given).name} are not floating-point numbers")
+        name = jnp.dtype(given).name
+        if not jnp.issubdtype(given, jnp.floating) and (what != "pages" or name not in QUANTISED):
+            reasons.append(f"{what} of {name} are not floating-point numbers")
     if num_heads % num_kv_heads:
         reasons.append(f"{num_heads} query heads do not share {num_kv_heads} KV heads evenly")
     if head_size < 1 or page_size < 1:
@@ -77,16 +93,46 @@ def row_positions(batch: PagedBatch, num_rows: int) -> tuple[jax.Array, jax.Arra
     return sequence, jnp.where(valid, position, 0), valid
 
 
+def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """[.., H] -> what is stored, in `dtype` (among QUANTISED), and its scales [..] float32.
+
+    scale = max |x| / largest number of dtype, stored = x / scale rounded to nearest even; a head
+    of zeros has scale 0 and zeros.
+    """
+    limit = QUANTISED[jnp.dtype(dtype).name]
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / limit
+    stored = x / jnp.where(scale == 0, 1.0, scale)[..., None]
+    if jnp.issubdtype(dtype, jnp.integer):
+        stored = jnp.round(stored)
+    return jnp.clip(stored, -limit, limit).astype(dtype), scale
+
+
 def write_pages(pages: KVPages, k: jax.Array, v: jax.Array, batch: PagedBatch) -> KVPages:
     """Pages with the rows' k and v [T, K, H] stored at their places."""
     sequence, position, valid = row_positions(batch, k.shape[0])
     page_size = pages.k.shape[2]
     page = jnp.where(valid, batch.block_tables[sequence, position // page_size], 0)
-    offset = position % page_size
+    place = page, slice(None), position % page_size
+    if pages.k_scale is None or pages.v_scale is None:
+        return KVPages(
+            pages.k.at[place].set(k.astype(pages.k.dtype)),
+            pages.v.at[place].set(v.astype(pages.v.dtype)),
+        )
+    stored_k, k_scale = quantise(k, pages.k.dtype)
+    stored_v, v_scale = quantise(v, pages.v.dtype)
     return KVPages(
-        pages.k.at[page, :, offset].set(k.astype(pages.k.dtype)),
-        pages.v.at[page, :, offset].set(v.astype(pages.v.dtype)),
+        pages.k.at[place].set(stored_k),
+        pages.v.at[place].set(stored_v),
+        pages.k_scale.at[place].set(k_scale),
+        pages.v_scale.at[place].set(v_scale),
     )
+
+
+def _read(leaf: jax.Array, scale: jax.Array | None, ids: jax.Array) -> jax.Array:
+    """The tokens of pages `ids`, float32 [.., K, page_size, H]."""
+    tokens = leaf[ids].astype(jnp.float32)
+    return tokens if scale is None else tokens * scale[ids][..., None]
 
 
 def paged_attention(
@@ -107,6 +153,25 @@ def paged_attention(
     takes probability but gives no value. Returns the attention output [T, N, H] in q's dtype
     (padding rows hold zeros) and the updated pages. Arithmetic is float32.
     """
+    out, pages, _ = paged_attention_with_lse(
+        q, k, v, pages, batch, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+    )
+    return out, pages
+
+
+def paged_attention_with_lse(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: KVPages,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, KVPages, jax.Array]:
+    """As `paged_attention`, and `lse` [T, N] float32: -inf in rows of padding."""
     num_rows, num_heads, head_size = q.shape
     num_kv_heads, page_size = pages.k.shape[1:3]
     group = num_heads // num_kv_heads
@@ -123,9 +188,8 @@ def paged_attention(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         out, top, total = carry
         ids = lax.dynamic_slice_in_dim(tables, block * pages_per_block, pages_per_block, 1)
-        keys, values = (  # [T, pages_per_block, K, page_size, H]
-            leaf[ids].astype(jnp.float32) for leaf in pages
-        )
+        keys = _read(pages.k, pages.k_scale, ids)  # [T, pages_per_block, K, page_size, H]
+        values = _read(pages.v, pages.v_scale, ids)
         logits = jnp.einsum("tkgh,tpksh->tkgps", query, keys)
         logits = logits.reshape(*logits.shape[:3], -1)
         if soft_cap is not None:
@@ -158,6 +222,8 @@ def paged_attention(
     needed = (jnp.max(batch.kv_lens) + pages_per_block * page_size - 1) // (
         pages_per_block * page_size
     )
-    out, _, total = lax.fori_loop(0, needed, fold, (jnp.zeros((*shape, head_size)), top, total))
+    empty = jnp.zeros((*shape, head_size))
+    out, top, total = lax.fori_loop(0, needed, fold, (empty, top, total))
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
-    return out.reshape(q.shape).astype(q.dtype), pages
+    lse = jnp.where(valid[:, None, None], top + jnp.log(total), -jnp.inf)
+    return out.reshape(q.shape).astype(q.dtype), pages, lse.reshape(q.shape[:2])

@@ -245,7 +245,7 @@ def _call(
         out_shape=[
             jax.ShapeDtypeStruct(out_shape, jnp.float32),  # type: ignore[no-untyped-call]
             # Left free, XLA copies a small pool to VMEM and back.
-            *(pltpu.MemorySpace.HBM(leaf.shape, leaf.dtype) for leaf in pages),
+            *(pltpu.MemorySpace.HBM(leaf.shape, leaf.dtype) for leaf in pages[:2]),
         ],
         input_output_aliases={len(scalars) + 3: 1, len(scalars) + 4: 2},
         compiler_params=pltpu.CompilerParams(
@@ -263,5 +263,5 @@ def _call(
         ),
         interpret=interpret,
         name=f"paged_attention_h{facts.head_size}_p{facts.page_size}",
-    )(*scalars, queries, *new, *pages)
+    )(*scalars, queries, *new, *pages[:2])
     return result

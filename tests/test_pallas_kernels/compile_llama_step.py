@@ -75,6 +75,7 @@ def abstract_model(config: ModelConfig, mesh: jax.sharding.Mesh) -> LoadedModel:
         config=config,
         mesh=mesh,
         dtype=np.dtype(jnp.bfloat16),
+        page_dtype=np.dtype(jnp.bfloat16),
         graphdef=graphdef,
         treedef=treedef,
         weights=tuple(weights),

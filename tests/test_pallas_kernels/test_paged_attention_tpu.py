@@ -128,7 +128,7 @@ def compile_for(setting: Setting) -> Run:
     )
 
     def arguments(inputs: Inputs) -> tuple[Any, ...]:
-        pages = KVPages(*(to_pages(leaf) for leaf in inputs.pages))
+        pages = KVPages(*(to_pages(leaf) for leaf in inputs.pages[:2]))
         return inputs.q, inputs.k, inputs.v, pages, inputs.batch
 
     sinks = example.options["sinks"]
@@ -142,7 +142,7 @@ def compile_for(setting: Setting) -> Run:
         out, pages = program(*arguments(inputs), sinks=inputs.options["sinks"])
         assert out.dtype == inputs.q.dtype
         size = inputs.q.shape[2]
-        return np.asarray(out, np.float32), KVPages(*(from_pages(leaf, size) for leaf in pages))
+        return np.asarray(out, np.float32), KVPages(*(from_pages(leaf, size) for leaf in pages[:2]))
 
     return run
 
@@ -167,7 +167,7 @@ def expected_pages(inputs: Inputs) -> list[np.ndarray]:
     starts, lengths = np.asarray(batch.cu_q_lens), np.asarray(batch.kv_lens)
     tables = np.asarray(batch.block_tables)
     result = []
-    for leaf, rows in zip(inputs.pages, (inputs.k, inputs.v), strict=True):
+    for leaf, rows in zip(inputs.pages[:2], (inputs.k, inputs.v), strict=True):
         want = np.array(leaf)
         for b, length in enumerate(lengths):
             for row in range(starts[b], starts[b + 1]):
@@ -187,7 +187,7 @@ def assert_right(setting: Setting, inputs: Inputs, out: np.ndarray, pages: KVPag
     worst = np.abs(out - want) / np.maximum(1.0, np.abs(want))
     assert not np.isnan(out).any(), "a NaN from where there is nothing to see came through"
     assert worst.max(initial=0.0) <= limit, f"off by {worst.max():.1e}, allowed are {limit:.1e}"
-    for got, exact in zip(pages, expected_pages(inputs), strict=True):
+    for got, exact in zip(pages[:2], expected_pages(inputs), strict=True):
         np.testing.assert_array_equal(
             np.asarray(got, np.float32), np.asarray(exact, np.float32), strict=True
         )
