@@ -10,6 +10,8 @@ import dataclasses
 import math
 import os
 import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxserve.errors import UsageError
 
@@ -24,6 +26,7 @@ KV_CACHE_DTYPES = {
     "fp8": "float8_e4m3fn",
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
+DISTRIBUTED = ("off", "auto")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +196,107 @@ class ServerConfig:
             raise UsageError(
                 f"--log-level is {self.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}"
             )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostsConfig:
+    """One engine over several hosts: the same command runs on each, as process 0, 1, ...
+
+    Process 0 leads: it serves, schedules and tells the others what to run. distributed "auto": what
+    is not given is asked of the cluster (Cloud TPU, Slurm and the others that jax knows).
+    coordinator_address: HOST:PORT of process 0; jax uses PORT, the leader's plans go over PORT + 1.
+    """
+
+    distributed: str = "off"
+    num_processes: int | None = None
+    process_id: int | None = None
+    coordinator_address: str | None = None
+    join_seconds: float = 300.0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> HostsConfig:
+        """What JAXSERVE_DISTRIBUTED, JAXSERVE_NUM_PROCESSES and so on say. Raises UsageError."""
+        parsers: dict[str, Callable[[str], str | int | float]] = {
+            "distributed": str,
+            "num_processes": int,
+            "process_id": int,
+            "coordinator_address": str,
+            "join_seconds": float,
+        }
+        given: dict[str, Any] = {}
+        for name, parse in parsers.items():
+            variable = f"JAXSERVE_{name.upper()}"
+            text = environment.get(variable, "")
+            try:
+                given |= {name: parse(text)} if text else {}
+            except ValueError:
+                raise UsageError(f"{variable} is {text!r}; it must be a number") from None
+        return cls(**given)
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other processes, all of them being known."""
+        return (self.num_processes or 1) > 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process serves; the only one does, too."""
+        return not self.several or self.process_id == 0
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the coordinator."""
+        assert self.coordinator_address is not None
+        host, _, port = self.coordinator_address.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def validate(self) -> None:
+        """Raises UsageError naming the flag to change."""
+        if self.distributed not in DISTRIBUTED:
+            choices = ", ".join(DISTRIBUTED)
+            raise UsageError(f"--distributed is {self.distributed!r}; it must be one of {choices}")
+        if not self.join_seconds > 0:
+            raise UsageError(f"--join-seconds is {self.join_seconds}; it must be above 0")
+        if self.num_processes is not None and self.num_processes < 1:
+            raise UsageError(f"--num-processes is {self.num_processes}; it must be at least 1")
+        if self.distributed == "off":
+            self._check_complete()
+        if self.process_id is not None and self.num_processes is not None:
+            self._check_process_id(self.process_id, self.num_processes)
+        if self.coordinator_address is not None:
+            self._check_address(self.coordinator_address)
+
+    def _check_complete(self) -> None:
+        given = (self.num_processes, self.process_id, self.coordinator_address)
+        if self.num_processes == 1 or given == (None, None, None):
+            return
+        names = ("--num-processes", "--process-id", "--coordinator-address")
+        missing = [name for name, value in zip(names, given, strict=True) if value is None]
+        if missing:
+            raise UsageError(
+                f"{' and '.join(missing)} must be given as well for an engine over several hosts "
+                "(or --distributed auto, where the cluster knows)"
+            )
+
+    def _check_process_id(self, process_id: int, num_processes: int) -> None:
+        if not 0 <= process_id < num_processes:
+            raise UsageError(
+                f"--process-id is {process_id}; with --num-processes {num_processes} it must be "
+                f"0 to {num_processes - 1}"
+            )
+
+    def _check_address(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65534:
+            raise UsageError(
+                f"--coordinator-address is {address!r}; it must be HOST:PORT of process 0, with a "
+                "port of 1 to 65534"
+            )
+
+
+def hosts_token_from_environment(environment: Mapping[str, str] = os.environ) -> str:
+    """`JAXSERVE_HOSTS_TOKEN`, which all processes of an engine must share; empty for none."""
+    return environment.get("JAXSERVE_HOSTS_TOKEN", "")
 
 
 def cache_folder() -> pathlib.Path:

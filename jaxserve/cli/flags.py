@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 
 from jaxserve.config import (
     DEFAULT_MAX_LEN,
+    DISTRIBUTED,
     DTYPES,
     KV_CACHE_DTYPES,
     LOG_LEVELS,
     EngineConfig,
+    HostsConfig,
     ServerConfig,
 )
 from jaxserve.errors import UsageError
@@ -57,6 +59,15 @@ SERVER_HELP: Mapping[str, str] = {
     "drain_seconds": "how long open answers may take to finish after SIGTERM",
     "log_level": "how much the server says",
 }
+HOSTS_HELP: Mapping[str, str] = {
+    "distributed": "auto asks the cluster (Cloud TPU, Slurm, ...) for the three settings below; the "
+    "same command then runs on every host",
+    "num_processes": "hosts that run one engine together, one process on each",
+    "process_id": "which of them this is, from 0; process 0 leads, the others only follow it",
+    "coordinator_address": "HOST:PORT of process 0, as the others reach it; the port after it is "
+    "used, too",
+    "join_seconds": "how long the processes wait for each other at the start",
+}
 SAMPLING_HELP: Mapping[str, str] = {
     "max_tokens": "longest answer; if not given, until the model stops or the context is full",
     "min_tokens": "tokens before the answer may end",
@@ -72,6 +83,7 @@ SAMPLING_HELP: Mapping[str, str] = {
     "ignore_eos": "go on when the model would stop",
 }
 _CHOICES: Mapping[str, Collection[str]] = {
+    "distributed": DISTRIBUTED,
     "dtype": DTYPES,
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "log_level": LOG_LEVELS,
@@ -97,6 +109,14 @@ def add_server_flags(parser: argparse.ArgumentParser, *, only: Collection[str] =
     _add_flags(parser.add_argument_group("server"), ServerConfig, SERVER_HELP, without)
 
 
+def add_hosts_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field of HostsConfig; JAXSERVE_NUM_PROCESSES etc. stand in for them."""
+    group = parser.add_argument_group(
+        "several hosts", "each also read from the environment, as in JAXSERVE_NUM_PROCESSES"
+    )
+    _add_flags(group, HostsConfig, HOSTS_HELP, ())
+
+
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Flags for the fields of SamplingParams that make sense for one text at a time."""
     _add_flags(parser.add_argument_group("sampling"), SamplingParams, SAMPLING_HELP, ())
@@ -117,6 +137,20 @@ def read_engine_config(options: argparse.Namespace) -> EngineConfig:
 def read_server_config(options: argparse.Namespace) -> ServerConfig:
     """The checked ServerConfig of a verb with server flags. Raises UsageError."""
     config = _read(options, ServerConfig)
+    config.validate()
+    return config
+
+
+def read_hosts_config(options: argparse.Namespace) -> HostsConfig:
+    """The checked HostsConfig of a verb with hosts flags, which win over the environment.
+
+    Raises UsageError.
+    """
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(HostsConfig)}
+    config = dataclasses.replace(
+        HostsConfig.from_environment(),
+        **{name: value for name, value in given.items() if value is not None},
+    )
     config.validate()
     return config
 
