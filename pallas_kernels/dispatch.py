@@ -18,6 +18,8 @@ from pallas_kernels.errors import KernelError
 #: Op -> implementations, best first; each is a module of the op's folder.
 IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "paged_attention": ("cpu", "tpu", "reference"),
+    "sample": ("xla", "reference"),
+    "quantized_matmul": ("reference",),
 }
 #: What `kernels` may be: the best that works, or one implementation and nothing else.
 AUTO, REFERENCE = "auto", "reference"
@@ -56,7 +58,8 @@ def choose(
     platform: "cpu", "gpu" or "tpu", as `jax.Device.platform` has it. kernels: "auto", or the name
     of the only implementation allowed ("reference" for the definition). facts: what the op's
     `refusals` functions take, for paged_attention: dtype, page_dtype, num_heads, num_kv_heads,
-    head_size, page_size. Raises KernelError with every reason when all refuse.
+    head_size, page_size; for quantized_matmul: dtype, scheme, out_size, in_size; for
+    sample: vocab_size. Raises KernelError with every reason when all refuse.
     """
     if op not in implementations:
         raise KernelError(f"there is no op {op!r}; there are {', '.join(implementations)}")
