@@ -18,6 +18,7 @@ from pallas_kernels.errors import KernelError
 #: Op -> implementations, best first; each is a module of the op's folder.
 IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "paged_attention": ("cpu", "tpu", "reference"),
+    "grouped_matmul": ("ragged_dot", "tokamax", "tiles", "reference"),
     "sample": ("xla", "reference"),
     "quantized_matmul": ("reference",),
 }
@@ -56,16 +57,20 @@ def choose(
     """The first implementation of `op` that does not refuse.
 
     platform: "cpu", "gpu" or "tpu", as `jax.Device.platform` has it. kernels: "auto", or the name
-    of the only implementation allowed ("reference" for the definition). facts: what the op's
+    of the only implementation allowed ("reference" for the definition); a name that only other ops
+    have means "auto". facts: what the op's
     `refusals` functions take, for paged_attention: dtype, page_dtype, num_heads, num_kv_heads,
     head_size, page_size; for quantized_matmul: dtype, scheme, out_size, in_size; for
-    sample: vocab_size. Raises KernelError with every reason when all refuse.
+    sample: vocab_size; for grouped_matmul: dtype. Raises KernelError with every reason when all refuse.
     """
     if op not in implementations:
         raise KernelError(f"there is no op {op!r}; there are {', '.join(implementations)}")
     names = implementations[op]
     if kernels not in (AUTO, *names):
-        raise KernelError(f"kernels is {kernels!r}; for {op} use {AUTO} or {', '.join(names)}")
+        every = sorted({name for each in implementations.values() for name in each})
+        if kernels not in every:
+            raise KernelError(f"kernels is {kernels!r}; use {AUTO} or one of {', '.join(every)}")
+        kernels = AUTO
     refused: dict[str, tuple[str, ...]] = {}
     for name in names:
         if kernels not in (AUTO, name):

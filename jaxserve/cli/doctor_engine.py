@@ -93,6 +93,7 @@ def _resolve(section: Section, config: EngineConfig) -> None:
         choose_context,
         choose_dtype,
         choose_page_dtype,
+        choose_sampling,
     )
     from jaxserve.models.registry import read_model_config
     from jaxserve.parallel.mesh import check_divisible, make_mesh
@@ -111,7 +112,8 @@ def _resolve(section: Section, config: EngineConfig) -> None:
     section.say("dtype", f"{dtype.name}, KV pages {page_dtype.name}")
     check_divisible(model, make_mesh(config.tensor_parallel))
     attention = choose_attention(config, model, dtype, page_dtype, device.platform)
-    section.say("kernels", attention)
+    sampling = choose_sampling(config, model, device.platform)
+    section.say("kernels", f"{attention}; {sampling}")
     longest, pages_per_sequence = choose_context(config, model)
     section.say("max_model_len", f"{longest} (the model's own limit: {model.max_position})")
     buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)

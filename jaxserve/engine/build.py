@@ -194,13 +194,15 @@ def choose_context(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
 def _load_kernels(
     config: EngineConfig, device: LoadedModel
 ) -> tuple[LoadedModel, PagedAttentionOp, dict[str, str]]:
-    """The model with its attention chosen, the op, and what the log says of it."""
+    """The model with its ops chosen, attention, and what the log says of them."""
     platform = device.mesh.devices.flat[0].platform
     choice = choose_attention(config, device.config, device.dtype, device.page_dtype, platform)
     if choice.implementation == "cpu":
         cpu.load(cache_folder() / "kernels")
     op = functools.partial(paged_attention, implementation=choice)
-    return dataclasses.replace(device, attention=choice), op, {choice.op: str(choice)}
+    sampling = choose_sampling(config, device.config, platform)
+    log = {each.op: str(each) for each in (choice, sampling)}
+    return dataclasses.replace(device, attention=choice, sampling=sampling), op, log
 
 
 def choose_attention(
@@ -223,6 +225,19 @@ def choose_attention(
             num_kv_heads=model.num_kv_heads // split,
             head_size=model.head_size,
             page_size=config.page_size,
+        )
+    except KernelError as error:
+        raise UsageError(str(error)) from None
+
+
+def choose_sampling(config: EngineConfig, model: ModelConfig, platform: str) -> dispatch.Choice:
+    """The implementation of sampling. Raises UsageError if there is none."""
+    try:
+        return dispatch.choose(
+            "sample",
+            platform=platform,
+            kernels=resolve_kernels(config),
+            vocab_size=model.vocab_size,
         )
     except KernelError as error:
         raise UsageError(str(error)) from None

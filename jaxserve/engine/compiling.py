@@ -63,7 +63,7 @@ class ProgramMaker:
     def compile_sample(self, rows: int) -> jax.stages.Compiled:
         """`sample` for so many rows, from shapes alone."""
         arguments = self._sample_arguments(rows)
-        return compile_sample(make_sample(rows), self.device.mesh, arguments)
+        return compile_sample(make_sample(rows, self.device.sampling), self.device.mesh, arguments)
 
     def make_programs(self, buckets: tuple[Bucket, ...], store: ProgramStore) -> Programs:
         """All programs, several at a time: tracing is Python, but the compiler runs beside it."""

@@ -27,6 +27,7 @@ class LoadedModel:
     """A model on its mesh; graphdef and treedef turn the flat weights back into the module.
 
     attention: the implementation that reads and writes its pages, which hold page_dtype.
+    sampling: the implementation of the op `sample`.
     """
 
     config: ModelConfig
@@ -37,6 +38,7 @@ class LoadedModel:
     treedef: Any
     weights: Weights
     attention: Choice | str = dispatch.REFERENCE
+    sampling: Choice | str = dispatch.REFERENCE
 
 
 def device_state_maker(

@@ -28,6 +28,7 @@ from jaxserve.parallel.mesh import sharding
 from jaxserve.sampling.arrays import SampleRows
 from jaxserve.sampling.sampler import SampleResult, sample_step
 from jaxserve.sampling.state import SamplingState
+from pallas_kernels.dispatch import Choice
 from pallas_kernels.paged_attention.reference import KVPages, PagedBatch, row_positions
 
 Weights = tuple[jax.Array, ...]
@@ -101,8 +102,8 @@ def make_forward(
     return forward
 
 
-def make_sample(rows: int) -> SampleFunction:
-    """`sample` for logits [rows, V]."""
+def make_sample(rows: int, implementation: Choice | str) -> SampleFunction:
+    """`sample` for logits [rows, V]; implementation: of the op `sample`."""
     layout = sample_layout(rows)
 
     def sample(
@@ -111,7 +112,10 @@ def make_sample(rows: int) -> SampleFunction:
         inputs = layout.unpack(packed)
         with jax.named_scope("sample"):
             result, sampling = sample_step(
-                logits, sampling, SampleRows(inputs["ints"], inputs["floats"])
+                logits,
+                sampling,
+                SampleRows(inputs["ints"], inputs["floats"]),
+                implementation=implementation,
             )
         return sampling, result
 

@@ -16,6 +16,7 @@ from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling.adjust import adjust_logits
 from jaxserve.sampling.arrays import Flag, SampleRows
 from jaxserve.sampling.state import SamplingState
+from pallas_kernels.dispatch import Choice
 from pallas_kernels.sample import api
 
 
@@ -36,9 +37,16 @@ class SampleResult(NamedTuple):
 
 
 def sample_step(
-    logits: jax.Array, state: SamplingState, rows: SampleRows
+    logits: jax.Array,
+    state: SamplingState,
+    rows: SampleRows,
+    *,
+    implementation: Choice | str = api.DEFAULT,
 ) -> tuple[SampleResult, SamplingState]:
-    """Samples one token for each row of logits [R, V] and records those of valid rows in the state."""
+    """Samples one token for each row of logits [R, V] and records those of valid rows in the state.
+
+    implementation: of the op `sample`, chosen once by `pallas_kernels.dispatch`.
+    """
     logits = logits.astype(jnp.float32)
     tokens, ok = api.sample(
         adjust_logits(logits, state, rows),
@@ -48,9 +56,11 @@ def sample_step(
         rows.min_p,
         rows.seed,
         rows.position,
+        implementation=implementation,
     )
-    logprob, top_ids, top_logprobs = _logprobs(logits, tokens, rows)
-    result = SampleResult(tokens, logprob, top_ids, top_logprobs, ok & api.is_sound(logits))
+    logprob, top_ids, top_logprobs = _logprobs(logits, tokens, rows, implementation)
+    ok &= api.is_sound(logits, implementation=implementation)
+    result = SampleResult(tokens, logprob, top_ids, top_logprobs, ok)
     return result, record(state, rows, tokens)
 
 
@@ -78,7 +88,7 @@ def record(state: SamplingState, rows: SampleRows, tokens: jax.Array) -> Samplin
 
 
 def _logprobs(
-    logits: jax.Array, tokens: jax.Array, rows: SampleRows
+    logits: jax.Array, tokens: jax.Array, rows: SampleRows, implementation: Choice | str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     count = logits.shape[0]
     nothing = (
@@ -88,7 +98,7 @@ def _logprobs(
     )
     values: tuple[jax.Array, jax.Array, jax.Array] = lax.cond(
         jnp.any(rows.has(Flag.LOGPROBS)),
-        lambda: api.top_logprobs(logits, tokens, MAX_LOGPROBS),
+        lambda: api.top_logprobs(logits, tokens, MAX_LOGPROBS, implementation=implementation),
         lambda: nothing,
     )
     return values

@@ -22,9 +22,20 @@ from pallas_kernels.sample import noise
 GREEDY_TEMPERATURE = 1e-5
 
 
+def refusals(*, platform: str, vocab_size: int) -> list[str]:
+    """What has no meaning; the platform makes no difference."""
+    return [] if vocab_size > 0 else [f"a vocabulary of {vocab_size} tokens has nothing to choose"]
+
+
 def is_greedy(temperature: jax.Array, top_k: jax.Array, min_p: jax.Array) -> jax.Array:
     """[R] bool: rows that take the largest logit whatever the noise."""
     return (temperature < GREEDY_TEMPERATURE) | (top_k == 1) | (min_p >= 1.0)
+
+
+def is_sound(logits: jax.Array) -> jax.Array:
+    """[R] bool: rows of logits [R, V] without NaN or +inf and with something besides -inf."""
+    broken = jnp.any(jnp.isnan(logits) | jnp.isposinf(logits), axis=1)
+    return ~broken & jnp.any(jnp.isfinite(logits), axis=1)
 
 
 def filtered_logits(
@@ -77,8 +88,7 @@ def sample(
     A row with a NaN or +inf, or with nothing but -inf, is not ok; its token is a valid id that
     means nothing, and other rows are not touched by it.
     """
-    ok = ~jnp.any(jnp.isnan(logits) | jnp.isposinf(logits), axis=1)
-    ok &= jnp.any(jnp.isfinite(logits), axis=1)
+    ok = is_sound(logits)
     logits = jnp.where(ok[:, None], logits, 0.0)
     kept = filtered_logits(logits, temperature, top_k, top_p, min_p)
     chosen = jnp.argmax(kept + noise.gumbel(seed, position, logits.shape[1]), axis=1)

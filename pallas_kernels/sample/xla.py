@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.sample import noise
+from pallas_kernels.sample import noise, reference
 from pallas_kernels.sample.blocks import (
     BLOCK,
     flag_broken,
@@ -28,6 +28,11 @@ from pallas_kernels.sample.bounds import (
     to_bits,
 )
 from pallas_kernels.sample.reference import is_greedy
+
+
+def refusals(*, platform: str, vocab_size: int) -> list[str]:
+    """Why this implementation cannot do such a call; every platform can."""
+    return reference.refusals(platform=platform, vocab_size=vocab_size)
 
 
 def is_sound(logits: jax.Array) -> jax.Array:

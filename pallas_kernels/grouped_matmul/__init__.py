@@ -1,0 +1,1 @@
+"""Each row times the matrix of its group: experts of a mixture (step 6)."""
