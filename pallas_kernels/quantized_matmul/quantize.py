@@ -78,34 +78,34 @@ def whole_values(values: jax.Array, scheme: Scheme) -> jax.Array:
     return values.astype(jnp.float32)
 
 
-def round_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """int8 values and float32 scales of x [..., g], one scale per last axis [...].
+def round_integers(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Values of "int8" or "int16" and float32 scales of x [..., g], one scale per last axis [...].
 
-        largest = max |x|;  values = round(x * (127 / largest));  scale = largest / 127
+        largest = max |x|;  values = round(x * (top / largest));  scale = largest / top
 
-    Below SMALLEST both are 0. Where x holds NaN or infinity the scale is NaN.
+    with top 127 or 32767. Below SMALLEST both are 0. Where x holds NaN or infinity the scale is
+    NaN.
     """
-    x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=-1)
-    sound = jnp.isfinite(largest)
-    used = sound & (largest >= SMALLEST)
-    inverse = jnp.where(used, 127.0 / jnp.where(used, largest, 1.0), 0.0)
-    values = jnp.round(jnp.where(sound[..., None], x, 0.0) * inverse[..., None])
-    scale = jnp.where(used, largest / 127.0, jnp.where(sound, 0.0, jnp.nan))
-    return values.astype(jnp.int8), scale
+    values, scale = _scaled(x, LARGEST[dtype])
+    return jnp.round(values).astype(dtype), scale
 
 
 def round_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float8_e4m3fn values and float32 scales of x [..., g]; as `round_int8`, with 448 for 127."""
+    """float8_e4m3fn values and float32 scales of x [..., g]; as `round_integers` with top 448."""
+    top = LARGEST["float8_e4m3fn"]
+    values, scale = _scaled(x, top)
+    return jnp.clip(values, -top, top).astype(jnp.float8_e4m3fn), scale
+
+
+def _scaled(x: jax.Array, top: float) -> tuple[jax.Array, jax.Array]:
+    """x stretched to reach from -top to top, and what undoes that."""
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
     sound = jnp.isfinite(largest)
     used = sound & (largest >= SMALLEST)
-    top = LARGEST["float8_e4m3fn"]
     inverse = jnp.where(used, top / jnp.where(used, largest, 1.0), 0.0)
     values = jnp.where(sound[..., None], x, 0.0) * inverse[..., None]
-    scale = jnp.where(used, largest / top, jnp.where(sound, 0.0, jnp.nan))
-    return jnp.clip(values, -top, top).astype(jnp.float8_e4m3fn), scale
+    return values, jnp.where(used, largest / top, jnp.where(sound, 0.0, jnp.nan))
 
 
 @functools.partial(jax.jit, static_argnums=1)

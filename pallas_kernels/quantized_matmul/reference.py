@@ -3,7 +3,7 @@
     out[m, n] = sum over k of x[m, k] * weight[n, k]
 
 with `weight` as `QuantizedWeight` says. What is rounded: activations, where the scheme says so, as
-`quantize.round_int8` and `round_fp8` do; products of integers are added exactly within a group,
+`quantize.round_integers` and `round_fp8` do; products of integers are added exactly within a group,
 and everything else is float32; the result is rounded once to its dtype. Nothing else is rounded:
 an implementation may add in another order, not in another precision. A row of x that holds NaN or
 infinity gives a row that is not finite.
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.quantized_matmul.quantize import (
     dequantize,
     round_fp8,
-    round_int8,
+    round_integers,
     whole_values,
 )
 from pallas_kernels.quantized_matmul.scheme import SCALE_DTYPES, QuantizedWeight, Scheme
@@ -59,12 +59,13 @@ def quantized_matmul(
             whole = dequantize(weight, scheme)
             out = _dot(values.astype(jnp.float32), whole) * scales[:, None]
         case "int8_token":
-            values, scales = round_int8(x)
+            values, scales = round_integers(x, "int8")
             groups = weight.scales.shape[1]
             out = _grouped_dot(values.reshape(len(x), groups, -1), weight, scheme)
             out = out * scales[:, None]
-        case "int8_group":
-            values, scales = round_int8(x.reshape(len(x), weight.scales.shape[1], -1))
+        case "int8_group" | "int16_group":
+            parts = x.reshape(len(x), weight.scales.shape[1], -1)
+            values, scales = round_integers(parts, scheme.activations.removesuffix("_group"))
             out = _grouped_dot(values, weight, scheme, scales)
     return out.astype(out_dtype)
 
@@ -82,14 +83,14 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
 def _grouped_dot(
     x: jax.Array, weight: QuantizedWeight, scheme: Scheme, scales: jax.Array | None = None
 ) -> jax.Array:
-    """float32 [M, N] of int8 x [M, G, g]; one group after the other.
+    """float32 [M, N] of int8 or int16 x [M, G, g]; one group after the other.
 
     scales [M, G]: of x per group. A group's product of integers is exact:
 
         sum over k of x * (value - zero) = (sum of x * value) - zero * (sum of x)
     """
     rows, groups, size = x.shape
-    values = whole_values(weight.values, scheme).astype(jnp.int8).reshape(-1, groups, size)
+    values = whole_values(weight.values, scheme).astype(x.dtype).reshape(-1, groups, size)
 
     def add(group: jax.Array, out: jax.Array) -> jax.Array:
         inputs, own = x[:, group], values[:, group]

@@ -1,8 +1,9 @@
 """What a quantised weight is: its scheme by name, and its arrays (step 6).
 
 A scheme says how weights are stored and how activations are rounded; it is static, chosen when a
-model is put together. In a name the part before `_a8` or `_token` is the weight's format, the rest
-what happens to activations. Must not know any implementation.
+model is put together. Names: the weight's values and group, `_zero` with zero points, then `_a8` or
+`_a16` where activations are rounded to int8 or int16 per group, `_token` where per row of x. Must
+not know any implementation.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import jax.numpy as jnp
 from pallas_kernels.errors import KernelError
 
 Values = Literal["int8", "int4", "float8_e4m3fn"]
-Activations = Literal["float", "int8_token", "int8_group", "fp8_token"]
+Activations = Literal["float", "int8_token", "int8_group", "int16_group", "fp8_token"]
 
 #: Largest magnitude that a format's numbers have where it is symmetric about zero.
-LARGEST: Mapping[str, float] = {"int8": 127.0, "float8_e4m3fn": 448.0}
+LARGEST: Mapping[str, float] = {"int8": 127.0, "int16": 32767.0, "float8_e4m3fn": 448.0}
+#: Largest group with int16 activations: sums of int8 times int16 stay below 2**31.
+LARGEST_INT16_GROUP = 512
 #: The zero point of int4 without stored zero points: nibbles 0 to 15 mean -8 to 7.
 INT4_ZERO = 8.0
 #: What scales and zero points may be stored as.
@@ -34,8 +37,9 @@ class Scheme:
     values: what a weight is stored as. group: weights of a row that share a scale; None: the whole
     row. zeros: int4 only: a zero point per scale is stored. activations: "float": used as they
     are; "int8_token": rounded to int8 with one scale per row of x; "int8_group": with one scale
-    per row of x and group of K (the weight's group); "fp8_token": rounded to float8_e4m3fn with
-    one scale per row. scale_dtype: of scales and zero points, one of SCALE_DTYPES.
+    per row of x and group of K (the weight's group); "int16_group": likewise to int16, which is
+    nearly exact; "fp8_token": rounded to float8_e4m3fn with one scale per row. scale_dtype: of
+    scales and zero points, one of SCALE_DTYPES.
     """
 
     name: str
@@ -48,9 +52,10 @@ class Scheme:
     def __post_init__(self) -> None:
         assert self.group is None or (self.group > 0 and self.group % 2 == 0), self
         assert not self.zeros or self.values == "int4", self
-        assert self.activations != "int8_group" or self.group is not None, self
+        assert not self.activations.endswith("_group") or self.group is not None, self
+        assert self.activations != "int16_group" or (self.group or 0) <= LARGEST_INT16_GROUP, self
         assert self.activations != "fp8_token" or self.values == "float8_e4m3fn", self
-        assert not self.activations.startswith("int8") or self.values != "float8_e4m3fn", self
+        assert not self.activations.startswith("int") or self.values != "float8_e4m3fn", self
         assert self.scale_dtype in SCALE_DTYPES, self
 
     def group_size(self, in_size: int) -> int:
@@ -112,15 +117,19 @@ def _schemes() -> dict[str, Scheme]:
         Scheme(name="fp8", values="float8_e4m3fn"),
         Scheme(name="fp8_token", values="float8_e4m3fn", activations="fp8_token"),
     ]
+    rounded: dict[str, Activations] = {"": "float", "_a8": "int8_group", "_a16": "int16_group"}
     for group in (32, 64, 128):
-        grouped = {"group": group, "scale_dtype": "bfloat16"}
-        rounded = {**grouped, "activations": "int8_group"}
-        found.append(Scheme(name=f"int8_group{group}", values="int8", **grouped))  # type: ignore[arg-type]
-        found.append(Scheme(name=f"int8_group{group}_a8", values="int8", **rounded))  # type: ignore[arg-type]
-        for zeros in (False, True):
-            name = f"int4_group{group}{'_zero' if zeros else ''}"
-            found.append(Scheme(name=name, values="int4", zeros=zeros, **grouped))  # type: ignore[arg-type]
-            found.append(Scheme(name=f"{name}_a8", values="int4", zeros=zeros, **rounded))  # type: ignore[arg-type]
+        for values, zeros in (("int8", False), ("int4", False), ("int4", True)):
+            for suffix, activations in rounded.items():
+                scheme = Scheme(
+                    name=f"{values}_group{group}{'_zero' if zeros else ''}{suffix}",
+                    values="int4" if values == "int4" else "int8",
+                    group=group,
+                    zeros=zeros,
+                    activations=activations,
+                    scale_dtype="bfloat16",
+                )
+                found.append(scheme)
     return {scheme.name: scheme for scheme in found}
 
 
