@@ -9,8 +9,7 @@
 The number of rows M is no fact of the choice: an implementation serves all. An implementation is
 a module with `refusals(*, platform, dtype, scheme, out_size, in_size)` and
 `quantized_matmul(x, weight, scheme, *, out_dtype)`; one that reads weights in a layout of its own
-also has `pack(weight, scheme)`, which keeps every array's shape and dtype, and
-`take_rows(weight, scheme, row_ids)`. Must not know models, files or the mesh: each device runs it
+also has `pack(weight, scheme)`, which keeps shapes, and `take_rows(weight, scheme, row_ids)`. Must not know models, files or the mesh: each device runs it
 on its own part of the weight (`jax.shard_map`), packed part by part.
 """
 
@@ -46,7 +45,7 @@ def pack(
 ) -> QuantizedWeight:
     """A weight of the natural layout in the one that `implementation` reads.
 
-    Shapes and dtypes stay. Where a weight is split over devices each packs its own part.
+    Shapes and the dtype of values stay; scales and zero points may become float32. Where a weight is split over devices each packs its own part.
     """
     own = getattr(_module(implementation), "pack", None)
     return weight if own is None else own(weight, scheme)
@@ -108,7 +107,10 @@ def _check(x: jax.Array, weight: QuantizedWeight, scheme: Scheme) -> None:
         if leaf is None or wanted is None:
             if leaf is not wanted:
                 found.append(f"{name} are {'missing' if leaf is None else 'not in the scheme'}")
-        elif (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
+        elif leaf.shape != wanted.shape or leaf.dtype not in (
+            wanted.dtype,
+            wanted.dtype if name == "values" else jnp.float32,
+        ):
             given = f"{leaf.dtype} {leaf.shape}"
             found.append(f"{name} are {given}, not {wanted.dtype} {wanted.shape}")
     if found:

@@ -127,7 +127,7 @@ def _schemes() -> dict[str, Scheme]:
                     group=group,
                     zeros=zeros,
                     activations=activations,
-                    scale_dtype="bfloat16",
+                    scale_dtype="float16",
                 )
                 found.append(scheme)
     return {scheme.name: scheme for scheme in found}
