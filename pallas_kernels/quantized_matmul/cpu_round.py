@@ -1,0 +1,90 @@
+"""Rounding of a row of x to integers, as `quantize.round_integers` defines it (step 6).
+
+Knows vectors of 8 floats; counts are multiples of 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from pallas_kernels.ffi.abi import FLOAT, I16, I32
+from pallas_kernels.ffi.vectors import Emitter, loop, offset, procedure
+from pallas_kernels.quantized_matmul.cpu_dots import INTS, LANES, NIBBLE_ORDER
+
+ADDRESS, SIZE = types.intp, types.intp
+_VECTOR_BYTES = 4 * LANES
+#: Adding 1.5 * 2**23 rounds to an integer, ties to even, that stands in the low bits.
+_ROUND = 12582912.0
+_ROUND_BITS = 0x4B400000
+
+
+def _variable(b: Any, kind: Any) -> Any:
+    place = cgutils.alloca_once(b, kind)
+    b.store(ir.Constant(kind, None), place)
+    return place
+
+
+def _lanes(b: Any, vector: Any) -> list[Any]:
+    return [b.extract_element(vector, ir.Constant(I32, i)) for i in range(LANES)]
+
+
+@procedure(ADDRESS, SIZE, ADDRESS)
+def largest_bits(b: Any, x: Any, vectors: Any, out: Any) -> None:
+    """Bits of the largest |x| of 8 * vectors floats to an int32; NaN is larger than infinity."""
+    e = Emitter(b, LANES)
+    top = _variable(b, INTS)
+    with loop(b, vectors) as i:
+        bits = e.load_ints(offset(b, x, i, _VECTOR_BYTES))
+        bits = b.and_(bits, e.int_constant(0x7FFFFFFF))
+        old = b.load(top)
+        b.store(b.select(b.icmp_signed(">", bits, old), bits, old), top)
+    first, *others = _lanes(b, b.load(top))
+    for value in others:
+        first = b.select(b.icmp_signed(">", value, first), value, first)
+    b.store(first, b.inttoptr(out, I32.as_pointer()))
+
+
+def make_round(nibble_order: bool) -> Any:
+    """out int16 = round(x * factor) of 8 * vectors floats, and their sum to an int32.
+
+    nibble_order: columns of 8 in `NIBBLE_ORDER`.
+    """
+
+    @procedure(ADDRESS, SIZE, types.float32, ADDRESS, ADDRESS)
+    def round_unit(b: Any, x: Any, vectors: Any, factor: Any, out: Any, total: Any) -> None:
+        e = Emitter(b, LANES)
+        sums, factors = _variable(b, INTS), e.splat(factor)
+        with loop(b, vectors) as i:
+            product = b.fmul(e.load(offset(b, x, i, _VECTOR_BYTES)), factors)
+            bits = b.bitcast(b.fadd(product, e.constant(_ROUND)), INTS)
+            whole = b.sub(bits, e.int_constant(_ROUND_BITS))
+            b.store(b.add(b.load(sums), whole), sums)
+            if nibble_order:
+                order = ir.Constant(INTS, list(NIBBLE_ORDER))
+                whole = b.shuffle_vector(whole, ir.Constant(INTS, ir.Undefined), order)
+            kind = ir.VectorType(I16, LANES)
+            place = b.inttoptr(offset(b, out, i, 2 * LANES), kind.as_pointer())
+            b.store(b.trunc(whole, kind), place).align = 2
+        first, *others = _lanes(b, b.load(sums))
+        for value in others:
+            first = b.add(first, value)
+        b.store(first, b.inttoptr(total, I32.as_pointer()))
+
+    return round_unit
+
+
+@procedure(ADDRESS, SIZE, ADDRESS)
+def sum_unit(b: Any, x: Any, vectors: Any, out: Any) -> None:
+    """The sum of 8 * vectors floats, always in the same order."""
+    e = Emitter(b, LANES)
+    sums = _variable(b, e.floats)
+    with loop(b, vectors) as i:
+        b.store(b.fadd(b.load(sums), e.load(offset(b, x, i, _VECTOR_BYTES))), sums)
+    first, *others = _lanes(b, b.load(sums))
+    for value in others:
+        first = b.fadd(first, value)
+    b.store(first, b.inttoptr(out, FLOAT.as_pointer()))
