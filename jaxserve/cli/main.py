@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 
 import jaxserve
-from jaxserve.cli import batch, chat, convert, doctor, generate, pull, serve
+from jaxserve.cli import batch, chat, convert, doctor, generate, plan, pull, serve
 from jaxserve.cli.parser import Parser
 from jaxserve.errors import USER_ERRORS
 
-VERBS = (serve, generate, chat, batch, pull, convert, doctor)
+VERBS = (serve, generate, chat, batch, pull, convert, plan, doctor)
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 

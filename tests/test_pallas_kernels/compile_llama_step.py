@@ -3,83 +3,34 @@
     python tests/test_pallas_kernels/compile_llama_step.py --topology v6e:2x4 --tokens 64
 
 prints what one chip holds and which collectives a step has. Needs libtpu, no TPU, no weights.
+`jaxserve plan` does the same for users; this is for those who change the step.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
-import dataclasses
-import functools
-import re
+import pathlib
 import sys
 import time
 
 import compile_targets
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
-from jaxserve.config import EngineConfig, LayerConfig, ModelConfig, RopeConfig
+from jaxserve.config import EngineConfig
 from jaxserve.engine.buckets import Bucket
-from jaxserve.engine.compiling import ProgramMaker
 from jaxserve.engine.device_state import LoadedModel
-from jaxserve.models.loading import make_abstract_model
-from jaxserve.parallel.mesh import make_mesh, sharding
-from pallas_kernels import dispatch
-from pallas_kernels.paged_attention import api
+from jaxserve.parallel.mesh import make_mesh
+from jaxserve.plan.collectives import read_collectives
+from jaxserve.plan.measure import (
+    abstract_model,
+    compile_forward,
+    compile_sample,
+    shallow,
+    step_maker,
+)
+from jaxserve.plan.shapes import read_shape
 
 MEBIBYTE = 2**20
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-
-def llama_8b(num_layers: int = 32) -> ModelConfig:
-    """Llama-3.1-8B, perhaps with fewer layers."""
-    rope = RopeConfig(
-        theta=500_000.0,
-        rotary_dim=128,
-        scaling_type="llama3",
-        scaling={
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    )
-    return ModelConfig(
-        family="llama",
-        vocab_size=128_256,
-        hidden_size=4096,
-        num_layers=num_layers,
-        num_heads=32,
-        num_kv_heads=8,
-        head_size=128,
-        ffn_size=14_336,
-        max_position=131_072,
-        layers=(LayerConfig(window=None, rope=rope),) * num_layers,
-    )
-
-
-def abstract_model(config: ModelConfig, mesh: jax.sharding.Mesh) -> LoadedModel:
-    """The model on a mesh, every weight a shape with its sharding."""
-    graphdef, state = nnx.split(make_abstract_model(config, jnp.bfloat16))
-    flat = []
-    for path, param in nnx.to_flat_state(state):
-        value, axes = param.get_value(), param.get_metadata()["logical_axes"]
-        place = sharding(mesh, axes, value.shape)
-        stand_in = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place)
-        flat.append((path, param.replace(stand_in)))
-    weights, treedef = jax.tree.flatten(nnx.from_flat_state(flat))
-    return LoadedModel(
-        config=config,
-        mesh=mesh,
-        dtype=np.dtype(jnp.bfloat16),
-        page_dtype=np.dtype(jnp.bfloat16),
-        graphdef=graphdef,
-        treedef=treedef,
-        weights=tuple(weights),
-    )
 
 
 def compile_step(
@@ -93,42 +44,26 @@ def compile_step(
 ) -> tuple[jax.stages.Compiled, jax.stages.Compiled, LoadedModel]:
     """`forward` of one bucket and the `sample` behind it, all chips sharing every layer."""
     chips = compile_targets.devices(topology)
-    mesh = make_mesh(len(chips), chips)
-    model = abstract_model(llama_8b(num_layers), mesh)
     config = EngineConfig(
-        model="shapes",
-        dtype="bfloat16",
+        model="llama-3.1-8b",
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=num_tokens,
+        max_model_len=pages_per_sequence * EngineConfig().page_size,
         tensor_parallel=len(chips),
     )
-    choice = dispatch.choose(
-        "paged_attention",
-        platform="tpu",
-        dtype=jnp.bfloat16,
-        page_dtype=jnp.bfloat16,
-        num_heads=32 // len(chips),
-        num_kv_heads=8 // len(chips),
-        head_size=128,
-        page_size=config.page_size,
+    model, _ = read_shape(config.model, pathlib.Path())
+    device = abstract_model(
+        config, shallow(model, num_layers), make_mesh(len(chips), chips), platform="tpu"
     )
-    assert choice.implementation == "tpu", choice
-    maker = ProgramMaker(
-        config=config,
-        device=dataclasses.replace(model, attention=choice),
-        op=functools.partial(api.paged_attention, implementation=choice),
-        pages_per_sequence=pages_per_sequence,
-        num_pages=num_pages,
-    )
+    maker = step_maker(config, device, num_pages)
     bucket = Bucket(tokens=num_tokens, rows=min(num_tokens, max_num_seqs))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return maker.compile_bucket(bucket), maker.compile_sample(bucket.rows), model
+    return compile_forward(maker, bucket), compile_sample(maker, bucket.rows), device
 
 
 def collectives(program: jax.stages.Compiled) -> dict[str, int]:
     """How many of each kind a step has."""
-    found = re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", program.as_text())
-    return dict(collections.Counter(found))
+    found = read_collectives(program.as_text() or "", num_devices=1)
+    return {kind: traffic.count for kind, traffic in found.items()}
 
 
 def main(arguments: list[str]) -> None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import tpu_targets
 
 #: The smallest slice of each generation that has a name.
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
@@ -25,21 +25,15 @@ MEBIBYTE = 2**20
 
 def libtpu_environment() -> dict[str, str]:
     """What has to be in the environment before libtpu is loaded, on a machine without a TPU."""
-    import libtpu
-
-    return {
-        "TPU_LIBRARY_PATH": libtpu.get_library_path(),
-        "TPU_SKIP_MDS_QUERY": "1",  # asks no cloud who we are
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else two test runs at once fight for a lock file
-    }
+    environment: dict[str, str] = {}
+    tpu_targets.prepare_environment(environment)
+    return environment
 
 
 @contextlib.contextmanager
 def libtpu_loaded() -> Iterator[None]:
     """Sets the environment while libtpu is used; skips the test where it is not installed."""
-    if importlib.util.find_spec("libtpu") is None:
+    if not tpu_targets.is_installed():
         pytest.skip("libtpu is not installed: pip install '.[tpu,test]' compiles for TPUs anywhere")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in libtpu_environment().items():
@@ -50,8 +44,7 @@ def libtpu_loaded() -> Iterator[None]:
 @functools.cache
 def devices(topology: str) -> tuple[Any, ...]:
     """Stand-ins for the chips of a slice, "v5e:2x4" for example."""
-    found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    return tuple(found.devices)
+    return tuple(tpu_targets.tpu_topology(topology).devices)
 
 
 def one_chip(topology: str) -> Mesh:

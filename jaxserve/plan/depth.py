@@ -1,0 +1,83 @@
+"""From the programs of two small depths to that of a whole model (before step 1). No jax.
+
+Layers are unrolled, so that compiling Llama-3.3-70B's eighty takes a laptop most of an hour; yet
+layers of a kind are equal. Sizes of arguments, of code and of collectives grow by the same amount
+with each; of temporaries, which need not, the larger of two estimates is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jaxserve.config import LayerConfig
+from jaxserve.plan.collectives import Traffic
+
+#: The smaller depth has at least so many layers: the first few hide in the TPU's own memory.
+SMALL_DEPTH = 4
+#: Layers repeat after so many at most, or all are compiled.
+LONGEST_PERIOD = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramSize:
+    """What the compiler says of one program on one device, in bytes. aliased: donated arguments."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+    collectives: Mapping[str, Traffic]
+
+
+def choose_depths(layers: Sequence[LayerConfig], *, exact: bool) -> tuple[int, ...]:
+    """The numbers of layers to compile: the model's own, or two from which it follows.
+
+    Where kinds of layers alternate, both hold whole rounds of them.
+    """
+    period = _period(layers)
+    small = -(-SMALL_DEPTH // period) * period
+    if exact or period > LONGEST_PERIOD or len(layers) <= 2 * small:
+        return (len(layers),)
+    return small, 2 * small
+
+
+def _period(layers: Sequence[LayerConfig]) -> int:
+    return next(
+        period
+        for period in range(1, len(layers) + 1)
+        if all(layer == layers[index % period] for index, layer in enumerate(layers))
+    )
+
+
+def at_depth(sizes: Mapping[int, ProgramSize], num_layers: int) -> ProgramSize:
+    """The program with so many layers, from those of one depth (the same) or of two."""
+    if num_layers in sizes:
+        return sizes[num_layers]
+    (small, first), (large, second) = sorted(sizes.items())
+
+    def line(low: float, high: float) -> int:
+        return round(low + (high - low) * (num_layers - small) / (large - small))
+
+    return ProgramSize(
+        arguments=line(first.arguments, second.arguments),
+        outputs=line(first.outputs, second.outputs),
+        aliased=line(first.aliased, second.aliased),
+        temporaries=max(
+            line(first.temporaries, second.temporaries),
+            round(second.temporaries * num_layers / large),
+        ),
+        code=line(first.code, second.code),
+        collectives={
+            kind: Traffic(
+                count=line(_of(first, kind).count, more.count),
+                bytes=line(_of(first, kind).bytes, more.bytes),
+            )
+            for kind, more in second.collectives.items()
+        },
+    )
+
+
+def _of(size: ProgramSize, kind: str) -> Traffic:
+    return size.collectives.get(kind, Traffic(count=0, bytes=0))

@@ -1,0 +1,224 @@
+"""Compiles the engine's own step for devices that are not here, from shapes (before step 1).
+
+The same `ProgramMaker` as in an engine, with the ops that dispatch chooses for the platform; only
+the weights are stand-ins, and of many equal layers a few may stand for all (`depth.py`).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine.buckets import Bucket, choose_bucket, make_buckets
+from jaxserve.engine.build import (
+    choose_attention,
+    choose_context,
+    choose_dtype,
+    choose_page_dtype,
+    choose_sampling,
+)
+from jaxserve.engine.compiling import ProgramMaker
+from jaxserve.engine.device_state import LoadedModel, abstract_device_state
+from jaxserve.models.loading import make_abstract_model
+from jaxserve.parallel.mesh import make_mesh, sharding, tensor_parallel_size
+from jaxserve.plan.collectives import read_collectives
+from jaxserve.plan.depth import ProgramSize, at_depth, choose_depths
+from pallas_kernels.paged_attention.api import paged_attention
+
+#: Compilations side by side; each takes a core and, for a large model, gigabytes.
+_THREADS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """One device's share of a step. decode and largest: `forward` of those buckets.
+
+    rows: sequences in a step. depths: layers that were compiled. served_code: bytes of all programs that an engine holds;
+    a bucket that was not compiled counts as the next larger one that was. pool_bytes: of the pool
+    that they were compiled with.
+    """
+
+    decode: ProgramSize
+    largest: ProgramSize
+    sample: ProgramSize
+    rows: int
+    depths: tuple[int, ...]
+    num_programs: int
+    num_served: int
+    served_code: int
+    pool_bytes: int
+    seconds: float
+
+
+def abstract_model(
+    config: EngineConfig, model: ModelConfig, mesh: Mesh, platform: str
+) -> LoadedModel:
+    """The model on a mesh, its ops chosen, every weight a shape with its sharding."""
+    dtype = choose_dtype(config, platform)
+    page_dtype = choose_page_dtype(config, dtype)
+    graphdef, state = nnx.split(make_abstract_model(model, dtype))
+    flat = []
+    for path, param in nnx.to_flat_state(state):
+        value, axes = param.get_value(), param.get_metadata()["logical_axes"]
+        place = sharding(mesh, axes, value.shape)
+        stand_in = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place)  # type: ignore[no-untyped-call]
+        flat.append((path, param.replace(stand_in)))
+    weights, treedef = jax.tree.flatten(nnx.from_flat_state(flat))
+    return LoadedModel(
+        config=model,
+        mesh=mesh,
+        dtype=dtype,
+        page_dtype=page_dtype,
+        graphdef=graphdef,
+        treedef=treedef,
+        weights=tuple(weights),
+        attention=choose_attention(config, model, dtype, page_dtype, platform),
+        sampling=choose_sampling(config, model, platform),
+    )
+
+
+def step_maker(config: EngineConfig, device: LoadedModel, num_pages: int) -> ProgramMaker:
+    """What makes the programs of an engine with such a pool."""
+    _, pages_per_sequence = choose_context(config, device.config)
+    return ProgramMaker(
+        config=config,
+        device=device,
+        op=functools.partial(paged_attention, implementation=device.attention),
+        pages_per_sequence=pages_per_sequence,
+        num_pages=num_pages,
+    )
+
+
+def compile_forward(maker: ProgramMaker, bucket: Bucket) -> jax.stages.Compiled:
+    """`forward` of one bucket for the mesh's devices, of which Pallas learns from the mesh."""
+    with jax.sharding.use_abstract_mesh(maker.device.mesh.abstract_mesh):
+        return maker.compile_bucket(bucket)
+
+
+def compile_sample(maker: ProgramMaker, rows: int) -> jax.stages.Compiled:
+    """`sample` for so many rows, for the mesh's devices."""
+    with jax.sharding.use_abstract_mesh(maker.device.mesh.abstract_mesh):
+        return maker.compile_sample(rows)
+
+
+def measure_step(
+    config: EngineConfig,
+    model: ModelConfig,
+    devices: Sequence[jax.Device],
+    platform: str,
+    *,
+    num_pages: int,
+    exact: bool,
+    say: Callable[[str], None],
+) -> MeasuredStep:
+    """Compiles what a plan needs. num_pages: of the pool; sizes depend on it, programs do not.
+
+    Raises UsageError, KernelError, and jax.errors.JaxRuntimeError from the compiler.
+    """
+    start = time.monotonic()
+    mesh = make_mesh(config.tensor_parallel, devices)
+    buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
+    rows = buckets[-1].rows
+    decode = choose_bucket(buckets, rows, rows)
+    depths = choose_depths(model.layers, exact=exact)
+    makers = {
+        depth: step_maker(
+            config, abstract_model(config, shallow(model, depth), mesh, platform), num_pages
+        )
+        for depth in depths
+    }
+    wanted = dict.fromkeys((depth, bucket) for bucket in (decode, buckets[-1]) for depth in depths)
+    with concurrent.futures.ThreadPoolExecutor(max_workers=_THREADS) as executor:
+        sampling = executor.submit(_measure_sample, makers[depths[0]], rows, say)
+        jobs = {
+            (depth, bucket): executor.submit(_measure_forward, makers[depth], bucket, say)
+            for depth, bucket in wanted
+        }
+        sizes = {key: job.result() for key, job in jobs.items()}
+        sample = sampling.result()
+
+    def whole(bucket: Bucket) -> ProgramSize:
+        compiled = {depth: sizes[depth, bucket] for depth in depths}
+        return at_depth(compiled, model.num_layers)
+
+    forward = {bucket: whole(bucket) for bucket in (decode, buckets[-1])}
+    return MeasuredStep(
+        decode=forward[decode],
+        largest=forward[buckets[-1]],
+        sample=sample,
+        rows=rows,
+        depths=depths,
+        num_programs=len(jobs) + 1,
+        num_served=len(buckets) + len({bucket.rows for bucket in buckets}),
+        served_code=_served_code(buckets, forward, sample.code),
+        pool_bytes=_pool_bytes(makers[depths[-1]]) * model.num_layers // depths[-1],
+        seconds=time.monotonic() - start,
+    )
+
+
+def shallow(model: ModelConfig, depth: int) -> ModelConfig:
+    """The model's first layers alone."""
+    return dataclasses.replace(model, num_layers=depth, layers=model.layers[:depth])
+
+
+def _measure_forward(
+    maker: ProgramMaker, bucket: Bucket, say: Callable[[str], None]
+) -> ProgramSize:
+    start = time.monotonic()
+    program = compile_forward(maker, bucket)
+    layers = maker.device.config.num_layers
+    say(f"a step of {bucket.tokens} tokens, {layers} layers: {time.monotonic() - start:.1f} s")
+    return _size(program, maker.device.mesh)
+
+
+def _measure_sample(maker: ProgramMaker, rows: int, say: Callable[[str], None]) -> ProgramSize:
+    start = time.monotonic()
+    program = compile_sample(maker, rows)
+    say(f"sampling of {rows} rows: {time.monotonic() - start:.1f} s")
+    return _size(program, maker.device.mesh)
+
+
+def _size(program: jax.stages.Compiled, mesh: Mesh) -> ProgramSize:
+    memory = program.memory_analysis()
+    assert memory is not None, program
+    return ProgramSize(
+        arguments=int(memory.argument_size_in_bytes),
+        outputs=int(memory.output_size_in_bytes),
+        aliased=int(memory.alias_size_in_bytes),
+        temporaries=int(memory.temp_size_in_bytes),
+        code=int(memory.generated_code_size_in_bytes),
+        collectives=read_collectives(program.as_text() or "", tensor_parallel_size(mesh)),
+    )
+
+
+def _served_code(
+    buckets: tuple[Bucket, ...], forward: Mapping[Bucket, ProgramSize], sample_code: int
+) -> int:
+    compiled = sorted(forward, key=lambda bucket: bucket.tokens)
+    forwards = sum(
+        next(forward[larger].code for larger in compiled if larger.tokens >= bucket.tokens)
+        for bucket in buckets
+    )
+    return forwards + sample_code * len({bucket.rows for bucket in buckets})
+
+
+def _pool_bytes(maker: ProgramMaker) -> int:
+    pages, _ = abstract_device_state(maker.config, maker.device, maker.num_pages)
+    return sum(shard_bytes(leaf) for leaf in jax.tree.leaves(pages))
+
+
+def shard_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Bytes of one device's part of an array or of its stand-in."""
+    assert array.sharding is not None, array
+    shape = array.sharding.shard_shape(array.shape)
+    return math.prod(shape) * np.dtype(array.dtype).itemsize
