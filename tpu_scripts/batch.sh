@@ -7,6 +7,9 @@
 # script, or the connection, ends; the same command finds it again, or goes on after the answers in OUT.jsonl if the
 # TPU VM was taken away and made anew.
 #
+# On a slice of several hosts --distributed auto is added; --tensor-parallel N says over how many chips the model is
+# split.
+#
 #   --stop       stops the run. The answers so far stay, and the same command goes on with it.
 #   --dry-run    prints the gcloud commands and runs none
 #
@@ -40,6 +43,8 @@ if [[ -n $stop ]]; then
     on_host_script all stop batch
     exit
 fi
+
+complete --model "$model" "$@"
 
 # What is the same run: this model and these requests.
 key=$({ printf '%s\n' "$model" && cat -- "$input"; } | cksum | tr ' ' -)
@@ -80,7 +85,7 @@ else
         ln -s "$(cd "$(dirname -- "$output")" && pwd)/$(basename -- "$output")" "$TEMPORARY/before.jsonl"
         copy_in "$TEMPORARY/before.jsonl" "$folder/out.jsonl"
     fi
-    on_host_script all start batch "$key" --model "$model" "$@"
+    on_host_script all start batch "$key" "${FLAGS[@]}"
 fi
 trap 'say "it goes on at $TPU_NAME: the same command finds it again, batch.sh --stop ends it"; exit 130' INT
 await_job '' progress batch "$key"

@@ -4,6 +4,7 @@
 #
 # Runs benchmarks/kernels.py on TPU_NAME and prints its table here. On a slice all hosts run it, each on chips of its
 # own (a slice only works when all of its hosts take part); the table is that of worker 0.
+# With --json FILE the numbers stay there, in ~/jaxserve-jobs/bench/FILE.
 #
 #   --stop       stops the run
 #   --dry-run    prints the gcloud commands and runs none

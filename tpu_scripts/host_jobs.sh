@@ -2,6 +2,21 @@
 # Sourced by serve.sh, batch.sh and bench.sh after settings.sh: what runs on the hosts after the ssh connection that
 # started it has gone (on_host.sh keeps it), asked about from here until it is ready or has ended.
 
+# complete WORD...: sets FLAGS to these flags of jaxserve and what a slice of several hosts needs besides, and gives the
+# hosts a token by which they know each other. Ends with 2 if a slice's --tensor-parallel is missing.
+complete() {
+    FLAGS=("$@")
+    if ! has_flag tensor-parallel "$@"; then
+        ((HOSTS == 1)) || fail 2 "$TPU_NAME has $HOSTS hosts${CHIPS:+ and $CHIPS chips}: say --tensor-parallel" \
+            "${CHIPS:-N} (the model's KV heads must divide by it)"
+        [[ ${CHIPS:-1} == 1 ]] || say "using 1 of $CHIPS chips; --tensor-parallel $CHIPS splits the model over all"
+    fi
+    ((HOSTS > 1)) || return 0
+    has_flag distributed "$@" || FLAGS+=(--distributed auto)
+    (umask 077 && od -An -N16 -tx1 /dev/urandom | tr -d ' \n' >"$TEMPORARY/token")
+    copy_in "$TEMPORARY/token" jaxserve-hosts-token
+}
+
 # worker_of IP,IP,...: the --worker number of the host with one of these addresses.
 worker_of() {
     local worker

@@ -55,25 +55,16 @@ for ((i = 2; i <= $#; i++)); do
 done
 [[ $host != 0.0.0.0 ]] || host=127.0.0.1
 
-if ! has_flag tensor-parallel "$@"; then
-    ((HOSTS == 1)) || fail 2 "$TPU_NAME has $HOSTS hosts${CHIPS:+ and $CHIPS chips}: say --tensor-parallel ${CHIPS:-N}" \
-        "(the model's KV heads must divide by it)"
-    [[ ${CHIPS:-1} == 1 ]] || say "using 1 of $CHIPS chips; --tensor-parallel $CHIPS splits the model over all"
-fi
-if ((HOSTS > 1)); then
-    has_flag distributed "$@" || set -- "$@" --distributed auto
-    (umask 077 && od -An -N16 -tx1 /dev/urandom | tr -d ' \n' >"$TEMPORARY/token")
-    copy_in "$TEMPORARY/token" jaxserve-hosts-token # by which the hosts know each other
-fi
-
-on_host_script all start server - "$@"
+complete "$@"
+on_host_script all start server - "${FLAGS[@]}"
 say "waiting until $model is loaded and compiled"
 progress() { :; }
 if ! await_job "$timeout" progress server "http://$host:$port/ready"; then
     show_logs server
     fail 1 "not ready after $timeout s, log above; it goes on: serve.sh --stop ends it"
 fi
-if [[ $STATE != ready && -z $DRY_RUN ]]; then
+[[ -z $DRY_RUN ]] || exit 0
+if [[ $STATE != ready ]]; then
     show_logs server
     on_host_script all stop server || true
     fail 1 "the server ended with ${CODE}, log above"

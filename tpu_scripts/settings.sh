@@ -26,8 +26,8 @@ fail() {
     exit "$status"
 }
 
-# The comment at the top of the script, without its first line.
-usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; }
+# Prints the comment at the top of the script, as far as it is for people.
+usage() { sed -n -e '/^# shellcheck/q' -e '2,$s/^# \{0,1\}//p' "$0"; }
 
 # quoted WORD...: the words as bash would read them back, one line.
 quoted() {

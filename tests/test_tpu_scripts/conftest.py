@@ -10,12 +10,17 @@ import pytest
 from fake_cloud import FakeCloud
 
 
-@pytest.fixture
-def make_cloud(tmp_path: pathlib.Path) -> Iterator[Callable[..., FakeCloud]]:
-    """Makes a cloud; see FakeCloud. What it started ends with the test."""
+@pytest.fixture(scope="session")
+def tools() -> None:
+    """Skips where the scripts cannot run."""
     missing = [tool for tool in ("bash", "git", "setsid", "tar") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"tpu_scripts are bash scripts for a Linux host: no {', '.join(missing)} here")
+
+
+@pytest.fixture
+def make_cloud(tools: None, tmp_path: pathlib.Path) -> Iterator[Callable[..., FakeCloud]]:
+    """Makes a cloud; see FakeCloud. What it started ends with the test."""
     made: list[FakeCloud] = []
 
     def make(**options: object) -> FakeCloud:
@@ -33,11 +38,34 @@ def cloud(make_cloud: Callable[..., FakeCloud]) -> FakeCloud:
     return make_cloud()
 
 
-@pytest.fixture
-def ready(make_cloud: Callable[..., FakeCloud]) -> FakeCloud:
-    """One host that is READY and set up; commands run on it."""
-    cloud = make_cloud(execute=True)
+@pytest.fixture(scope="session")
+def host_after_setup(tools: None, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Home folder of a host that setup.sh has been through; to be copied."""
+    cloud = FakeCloud(tmp_path_factory.mktemp("after_setup") / "cloud", execute=True)
     cloud.have_node()
-    assert cloud.run("setup.sh").returncode == 0
-    cloud.forget_calls()
-    return cloud
+    result = cloud.run("setup.sh")
+    assert result.returncode == 0, result.stderr
+    return cloud.host()
+
+
+@pytest.fixture
+def make_ready(
+    make_cloud: Callable[..., FakeCloud], host_after_setup: pathlib.Path
+) -> Callable[..., FakeCloud]:
+    """Makes a cloud with that many hosts, READY and set up; commands run on them."""
+
+    def make(hosts: int, accelerator: str) -> FakeCloud:
+        cloud = make_cloud(hosts=hosts, execute=True)
+        cloud.have_node(accelerator=accelerator)
+        for worker in range(hosts):
+            for folder in ("jaxserve-source", "jaxserve-venv"):
+                shutil.copytree(host_after_setup / folder, cloud.host(worker) / folder)
+        return cloud
+
+    return make
+
+
+@pytest.fixture
+def ready(make_ready: Callable[..., FakeCloud]) -> FakeCloud:
+    """One host that is READY and set up."""
+    return make_ready(1, "v6e-8")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
+import marshal
 import os
 import pathlib
 import shutil
@@ -15,6 +17,10 @@ from typing import Any
 import host_stubs
 
 HERE = pathlib.Path(__file__).resolve().parent
+#: Not through the virtual environment, which takes longer to start.
+PYTHON = os.path.realpath(sys.executable)
+#: Imported, so that Python compiles it once.
+START = "import sys; sys.path.insert(0, sys.argv.pop(1)); import gcloud_stand_in"
 SCRIPTS = HERE.parent.parent / "tpu_scripts"
 VARIABLES = {
     "TPU_NAME": "my-tpu",
@@ -60,17 +66,15 @@ class FakeCloud:
             host_stubs.install(self.host(worker))
         self.bin = folder / "bin"
         self.bin.mkdir()
+        self.path = f"{self.bin}:{os.environ['PATH']}"
         wrapper = self.bin / "gcloud"
-        wrapper.write_text(
-            f"#!/bin/sh\nexec '{sys.executable}' -I -S '{HERE}/gcloud_stand_in.py' \"$@\"\n"
-        )
+        wrapper.write_text(f"#!/bin/sh\nexec '{PYTHON}' -I -S -c '{START}' '{HERE}' \"$@\"\n")
         wrapper.chmod(0o755)
 
     def configure(self, **values: Any) -> None:
-        """Changes what cloud.json says."""
-        path = self.state / "cloud.json"
-        before = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(before | values))
+        """Changes what the file `cloud` says."""
+        before = self.cloud() if (self.state / "cloud").exists() else {}
+        (self.state / "cloud").write_bytes(marshal.dumps(before | values))
 
     def have_node(self, state: str = "READY", accelerator: str = "v6e-8") -> None:
         """A TPU VM that is there already."""
@@ -78,13 +82,11 @@ class FakeCloud:
 
     def fail(self, command: str, status: int = 1, stderr: str = "PERMISSION", **more: Any) -> None:
         """Makes calls of a command fail; see gcloud_stand_in.Cloud.fail."""
-        self.configure(
-            failures=[{"command": command, "status": status, "stderr": stderr} | more]
-        )
+        self.configure(failures=[{"command": command, "status": status, "stderr": stderr} | more])
 
     def cloud(self) -> dict[str, Any]:
-        """What cloud.json says now."""
-        return dict(json.loads((self.state / "cloud.json").read_text()))
+        """What the file `cloud` says now."""
+        return dict(marshal.loads((self.state / "cloud").read_bytes()))
 
     def host(self, worker: int = 0) -> pathlib.Path:
         """Home folder of a worker."""
@@ -94,10 +96,10 @@ class FakeCloud:
         self, script: str, *words: str, stdin: str = "", **variables: str | None
     ) -> subprocess.CompletedProcess[str]:
         """Runs a script to its end. A variable of None is not set."""
-        given = VARIABLES | {"POLL_SECONDS": "0.05", "GRACE_SECONDS": "5"} | variables
+        given = VARIABLES | {"POLL_SECONDS": "0.01", "GRACE_SECONDS": "5"} | variables
         environment = {name: value for name, value in given.items() if value is not None}
         environment |= {
-            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "PATH": self.path,
             "HOME": str(self.folder),
             "FAKE_GCLOUD": str(self.state),
             "TMPDIR": str(self.folder),
@@ -114,14 +116,14 @@ class FakeCloud:
 
     def calls(self, *verbs: str) -> list[list[str]]:
         """gcloud's words, without "compute tpus"; with verbs only those calls, as in "tpu-vm ssh"."""
-        path = self.state / "calls.jsonl"
+        path = self.state / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
-        every = [json.loads(line)[2:] for line in lines]
+        every = [ast.literal_eval(line)[2:] for line in lines]
         return [call for call in every if not verbs or " ".join(call[:2]) in verbs]
 
     def forget_calls(self) -> None:
         """Starts counting anew."""
-        (self.state / "calls.jsonl").unlink(missing_ok=True)
+        (self.state / "calls").unlink(missing_ok=True)
 
     def jaxserve_calls(self, worker: int = 0) -> list[Any]:
         """What the stub of jaxserve wrote down: [words, environment, pid] for each call."""

@@ -6,8 +6,13 @@ import pytest
 from fake_cloud import PLACE, FakeCloud
 
 DESCRIBE = [
-    ["tpu-vm", "describe", "my-tpu", *PLACE]
-    + ["--format=value(state,acceleratorType,networkEndpoints[].ipAddress)"],
+    [
+        "tpu-vm",
+        "describe",
+        "my-tpu",
+        *PLACE,
+        "--format=value(state,acceleratorType,networkEndpoints[].ipAddress)",
+    ],
     ["queued-resources", "describe", "my-tpu", *PLACE, "--format=value(state.state)"],
 ]
 
@@ -17,8 +22,14 @@ def test_create_asks_for_a_tpu_vm_and_waits(cloud: FakeCloud) -> None:
     assert result.returncode == 0, result.stderr
     assert cloud.calls() == [
         *DESCRIBE,
-        ["tpu-vm", "create", "my-tpu", *PLACE]
-        + ["--accelerator-type=v6e-8", "--version=v2-alpha-tpuv6e"],
+        [
+            "tpu-vm",
+            "create",
+            "my-tpu",
+            *PLACE,
+            "--accelerator-type=v6e-8",
+            "--version=v2-alpha-tpuv6e",
+        ],
         DESCRIBE[0],
     ]
     assert "my-tpu is READY: 1 host(s). It costs money until tpu_scripts/delete.sh" in result.stderr
@@ -39,8 +50,17 @@ def test_create_spot_with_flags_for_gcloud(cloud: FakeCloud) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert cloud.calls("tpu-vm create") == [
-        ["tpu-vm", "create", "my-tpu", *PLACE, "--accelerator-type=v6e-8", "--spot"]
-        + ["--version=other", "--network=my net", "--internal-ips"]
+        [
+            "tpu-vm",
+            "create",
+            "my-tpu",
+            *PLACE,
+            "--accelerator-type=v6e-8",
+            "--spot",
+            "--version=other",
+            "--network=my net",
+            "--internal-ips",
+        ]
     ]
 
 
@@ -48,8 +68,16 @@ def test_create_queued_spot_waits_with_progress(cloud: FakeCloud) -> None:
     result = cloud.run("create.sh", "--queued", "--spot", ACCELERATOR_TYPE="v5litepod-16")
     assert result.returncode == 0, result.stderr
     assert cloud.calls("queued-resources create", "tpu-vm create") == [
-        ["queued-resources", "create", "my-tpu", *PLACE, "--accelerator-type=v5litepod-16"]
-        + ["--spot", "--runtime-version=v2-alpha-tpuv5-lite", "--node-id=my-tpu"]
+        [
+            "queued-resources",
+            "create",
+            "my-tpu",
+            *PLACE,
+            "--accelerator-type=v5litepod-16",
+            "--spot",
+            "--runtime-version=v2-alpha-tpuv5-lite",
+            "--node-id=my-tpu",
+        ]
     ]
     states = [line.split()[1] for line in result.stderr.splitlines() if line.endswith("s)")]
     assert states == ["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]
