@@ -12,6 +12,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -34,6 +35,9 @@ from jaxserve.parallel.mesh import make_mesh, sharding, tensor_parallel_size
 from jaxserve.plan.collectives import read_collectives
 from jaxserve.plan.depth import ProgramSize, at_depth, choose_depths
 from pallas_kernels.paged_attention.api import paged_attention
+
+Key = TypeVar("Key")
+Task = Callable[[], ProgramSize]
 
 #: Compilations side by side; each takes a core and, for a large model, gigabytes.
 _THREADS = 2
@@ -138,32 +142,46 @@ def measure_step(
         for depth in depths
     }
     wanted = dict.fromkeys((depth, bucket) for bucket in (decode, buckets[-1]) for depth in depths)
-    with concurrent.futures.ThreadPoolExecutor(max_workers=_THREADS) as executor:
-        sampling = executor.submit(_measure_sample, makers[depths[0]], rows, say)
-        jobs = {
-            (depth, bucket): executor.submit(_measure_forward, makers[depth], bucket, say)
-            for depth, bucket in wanted
-        }
-        sizes = {key: job.result() for key, job in jobs.items()}
-        sample = sampling.result()
+    tasks: dict[tuple[int, Bucket] | None, Task] = {
+        None: functools.partial(_measure_sample, makers[depths[0]], rows, say)
+    }
+    for depth, bucket in wanted:
+        tasks[depth, bucket] = functools.partial(_measure_forward, makers[depth], bucket, say)
+    sizes = _side_by_side(tasks)
 
     def whole(bucket: Bucket) -> ProgramSize:
         compiled = {depth: sizes[depth, bucket] for depth in depths}
         return at_depth(compiled, model.num_layers)
 
     forward = {bucket: whole(bucket) for bucket in (decode, buckets[-1])}
+    sample = sizes[None]
     return MeasuredStep(
         decode=forward[decode],
         largest=forward[buckets[-1]],
         sample=sample,
         rows=rows,
         depths=depths,
-        num_programs=len(jobs) + 1,
+        num_programs=len(tasks),
         num_served=len(buckets) + len({bucket.rows for bucket in buckets}),
         served_code=_served_code(buckets, forward, sample.code),
         pool_bytes=_pool_bytes(makers[depths[-1]]) * model.num_layers // depths[-1],
         seconds=time.monotonic() - start,
     )
+
+
+def _side_by_side(tasks: Mapping[Key, Task]) -> dict[Key, ProgramSize]:
+    """All results, or the first error at once: what still compiles is left to the process's end."""
+    executor = concurrent.futures.ThreadPoolExecutor(max_workers=_THREADS)
+    try:
+        jobs = {key: executor.submit(task) for key, task in tasks.items()}
+        done, _ = concurrent.futures.wait(
+            jobs.values(), return_when=concurrent.futures.FIRST_EXCEPTION
+        )
+        for job in done:
+            job.result()
+        return {key: job.result() for key, job in jobs.items()}
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
 
 
 def shallow(model: ModelConfig, depth: int) -> ModelConfig:

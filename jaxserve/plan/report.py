@@ -48,10 +48,9 @@ def to_text(plan: Plan, where: Slice, price: float | None) -> str:
 
 
 def _head(plan: Plan, where: Slice) -> Iterator[str]:
-    yield (
-        f"{plan.model} on {plan.topology}: {plan.num_parameters / 1e9:.2f} billion parameters "
-        f"({plan.source})"
-    )
+    count = plan.num_parameters
+    size = f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
+    yield f"{plan.model} on {plan.topology}: {size} parameters ({plan.source})"
     split = "one device" if plan.num_devices == 1 else f"{plan.num_devices} devices"
     yield (
         f"  {plan.dtype}, KV pages {plan.page_dtype} of {plan.page_size} tokens; split over {split}; "
@@ -77,6 +76,9 @@ def _head(plan: Plan, where: Slice) -> Iterator[str]:
 
 def _memory(plan: Plan, chip: Chip) -> Iterator[str]:
     memory, done = plan.memory, plan.compiled
+    programs = f"{done.num_served}; those not compiled here as the next larger"
+    if memory.programs == 0:
+        programs = "of unknown size: this compiler does not tell"
     yield ""
     unit = "chip" if chip.devices_per_chip == 1 else f"device (1/{chip.devices_per_chip} chip)"
     yield f"memory of each {unit}, in MiB"
@@ -88,11 +90,7 @@ def _memory(plan: Plan, chip: Chip) -> Iterator[str]:
         ),
         ("weights", memory.weights, "as the compiler lays them out, with a step's inputs"),
         ("sampling state", memory.state, "counts and biases of every sequence"),
-        (
-            "programs",
-            memory.programs,
-            f"{done.num_served}; those not compiled here as the next larger",
-        ),
+        ("programs", memory.programs, programs),
         ("temporaries", memory.temporaries, "of the largest step, and the logits of two"),
         ("left alone", memory.margin, "as the engine does"),
         ("KV pool", memory.pool, "what remains"),

@@ -255,22 +255,27 @@ def test_each_layer_adds_the_same() -> None:
         arguments=140,
         outputs=60,
         aliased=50,
-        code=28,
+        code=20 + 8,
         collectives={"all-reduce": Traffic(count=17, bytes=170)},
     )
     assert at_depth({4: make_size(), 8: more}, 32) == ProgramSize(
         arguments=100 + 7 * 40,
         outputs=50 + 7 * 10,
         aliased=40 + 7 * 10,
-        temporaries=40,  # 10 in 8 layers, were they to grow with the layers
-        code=20 + 7 * 8,
+        temporaries=10,
+        code=4 * 28,  # on the line it would be 76
         collectives={"all-reduce": Traffic(count=65, bytes=650)},
     )
 
 
-def test_temporaries_are_the_larger_of_two_guesses() -> None:
-    sizes = {4: make_size(temporaries=0), 8: make_size(temporaries=10)}
-    assert at_depth(sizes, 32).temporaries == 70  # on the line; in proportion it would be 40
+def test_code_and_temporaries_are_rather_too_high() -> None:
+    """Temporaries grow by twice what was seen; code that is shared grows with its layers."""
+    sizes = {4: make_size(temporaries=2, code=90), 8: make_size(temporaries=10, code=30)}
+    whole = at_depth(sizes, 32)
+    assert whole.temporaries == 10 + 2 * 2 * 24
+    assert whole.code == 4 * 30  # on the line it would be less than nothing
+    shrinking = {4: make_size(temporaries=10), 8: make_size(temporaries=2)}
+    assert at_depth(shrinking, 32).temporaries == 2
 
 
 def test_one_depth_is_taken_as_it_is() -> None:
