@@ -16,10 +16,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.config import ModelConfig, RopeConfig
-from jaxserve.layers.linear import Linear
+from jaxserve.layers.linear_maker import LinearMaker
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.rope import Rotation, apply_rope
 from jaxserve.parallel.mesh import spec
+from jaxserve.quantization.weights import WeightFormat
 from pallas_kernels.paged_attention.reference import KVPages, PagedBatch
 
 
@@ -183,20 +184,16 @@ class Attention(nnx.Module):  # type: ignore[misc]
     """q [N*H, D], k and v [K*H, D], o [D, N*H], optional norms over each head of q and k."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs | None
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs | None,
+        form: WeightFormat | None = None,
     ) -> None:
         width, head_size = config.hidden_size, config.head_size
-
-        def make_input(heads: int, axis: str) -> Linear:
-            return Linear(
-                heads * head_size,
-                width,
-                out_axis=axis,
-                in_axis="embed",
-                use_bias=config.attention_bias,
-                dtype=dtype,
-                rngs=rngs,
-            )
+        make = LinearMaker(dtype=dtype, rngs=rngs, form=form)
 
         def make_norm() -> RMSNorm | None:
             if not config.qk_norm:
@@ -205,17 +202,20 @@ class Attention(nnx.Module):  # type: ignore[misc]
                 head_size, eps=config.norm_eps, offset=config.norm_offset, axis="head", rngs=rngs
             )
 
-        self.q = make_input(config.num_heads, "heads")
-        self.k = make_input(config.num_kv_heads, "kv_heads")
-        self.v = make_input(config.num_kv_heads, "kv_heads")
-        self.o = Linear(
+        sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.inputs = make.several(
+            tuple((name, size * head_size) for name, size in zip("qkv", sizes, strict=True)),
+            width,
+            out_axes=("heads", "kv_heads", "kv_heads"),
+            in_axis="embed",
+            use_bias=config.attention_bias,
+        )
+        self.o = make.one(
             width,
             config.num_heads * head_size,
             out_axis="embed",
             in_axis="heads",
             use_bias=config.attention_out_bias,
-            dtype=dtype,
-            rngs=rngs,
         )
         self.q_norm, self.k_norm = make_norm(), make_norm()
         self.layer = layer
@@ -228,10 +228,7 @@ class Attention(nnx.Module):  # type: ignore[misc]
 
     def __call__(self, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
         """x [T, D] -> [T, D]; rotation None leaves q and k as they are (NoPE)."""
-        q, k, v = (
-            project(x).reshape(x.shape[0], -1, self.head_size)
-            for project in (self.q, self.k, self.v)
-        )
+        q, k, v = (part.reshape(x.shape[0], -1, self.head_size) for part in self.inputs(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:

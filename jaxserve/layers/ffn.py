@@ -9,7 +9,8 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.layers.linear import Linear
+from jaxserve.layers.linear_maker import LinearMaker
+from jaxserve.quantization.weights import WeightFormat
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -30,23 +31,22 @@ class FeedForward(nnx.Module):  # type: ignore[misc]
         use_bias: bool,
         dtype: DTypeLike,
         rngs: nnx.Rngs | None,
+        form: WeightFormat | None = None,
     ) -> None:
-        def make(out_size: int, out_axis: str, in_size: int, in_axis: str) -> Linear:
-            return Linear(
-                out_size,
-                in_size,
-                out_axis=out_axis,
-                in_axis=in_axis,
-                use_bias=use_bias,
-                dtype=dtype,
-                rngs=rngs,
-            )
-
-        self.gate = make(ffn_size, "ffn", hidden_size, "embed")
-        self.up = make(ffn_size, "ffn", hidden_size, "embed")
-        self.down = make(hidden_size, "embed", ffn_size, "ffn")
+        make = LinearMaker(dtype=dtype, rngs=rngs, form=form)
+        self.inputs = make.several(
+            (("gate", ffn_size), ("up", ffn_size)),
+            hidden_size,
+            out_axes=("ffn", "ffn"),
+            in_axis="embed",
+            use_bias=use_bias,
+        )
+        self.down = make.one(
+            hidden_size, ffn_size, out_axis="embed", in_axis="ffn", use_bias=use_bias
+        )
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, D] -> [T, D]."""
-        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+        gate, up = self.inputs(x)
+        return self.down(ACTIVATIONS[self.activation](gate) * up)

@@ -6,6 +6,8 @@ no layout change costs a temporary. Every product of the model goes through `lin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -90,6 +92,19 @@ class Linear(nnx.Module):  # type: ignore[misc]
         """x [..., in] -> [..., out], in x's dtype."""
         bias = None if self.bias is None else self.bias[...]
         return linear(x, self.weight[...], bias)
+
+
+class Linears(nnx.Module):  # type: ignore[misc]
+    """Several linear layers of the same input, each by its name."""
+
+    def __init__(self, parts: Mapping[str, Linear]) -> None:
+        self.names = tuple(parts)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """x [..., in] -> one array [..., out] each, in x's dtype."""
+        return tuple(getattr(self, name)(x) for name in self.names)
 
 
 class Embedding(nnx.Module):  # type: ignore[misc]

@@ -20,22 +20,29 @@ from jax.typing import DTypeLike
 from jaxserve.config import ModelConfig
 from jaxserve.layers.attention import Attend, Attention
 from jaxserve.layers.ffn import FeedForward
-from jaxserve.layers.linear import Embedding
+from jaxserve.layers.linear_maker import LinearMaker
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.rope import Rotation, make_rotations
+from jaxserve.quantization.weights import Quantization, WeightFormat
 
 
 class Block(nnx.Module):  # type: ignore[misc]
     """Attention and feed-forward layer, each normed before (and, in Gemma, after) and added."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs | None
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs | None,
+        form: WeightFormat | None = None,
     ) -> None:
         def make_norm() -> RMSNorm:
             return make_hidden_norm(config, rngs)
 
         self.attention_norm = make_norm()
-        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs, form=form)
         self.ffn_norm = make_norm()
         self.ffn = FeedForward(
             config.hidden_size,
@@ -44,6 +51,7 @@ class Block(nnx.Module):  # type: ignore[misc]
             use_bias=config.ffn_bias,
             dtype=dtype,
             rngs=rngs,
+            form=form,
         )
         self.post_attention_norm = make_norm() if config.post_norms else None
         self.post_ffn_norm = make_norm() if config.post_norms else None
@@ -78,20 +86,33 @@ class Decoder(nnx.Module):  # type: ignore[misc]
 
     dtype: of weights and activations; norms, rotations, softmax and logits are float32.
     rngs None gives the abstract decoder: shapes, dtypes and axes, no arrays (what `nnx.eval_shape`
-    would give, without the seconds that tracing every initialiser takes).
+    would give, without the seconds that tracing every initialiser takes). quantization None:
+    weights are of `dtype`.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs | None,
+        quantization: Quantization | None = None,
+    ) -> None:
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        form = None if quantization is None else quantization.layers
+        make = LinearMaker(
+            dtype=dtype, rngs=rngs, form=None if quantization is None else quantization.embedding
+        )
+        self.embed = make.embedding(config.vocab_size, config.hidden_size)
         self.layers = nnx.List(
-            [Block(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_layers)]
+            [
+                Block(config, layer, dtype=dtype, rngs=rngs, form=form)
+                for layer in range(config.num_layers)
+            ]
         )
         self.final_norm = make_hidden_norm(config, rngs)
         self.lm_head = (
-            None
-            if config.tie_embeddings
-            else Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+            None if config.tie_embeddings else make.embedding(config.vocab_size, config.hidden_size)
         )
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:

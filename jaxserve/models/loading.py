@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
@@ -24,10 +25,12 @@ from jaxserve.config import ModelConfig
 from jaxserve.layers.linear import INIT_SCALE
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.family import Family
+from jaxserve.models.quantized_loading import QuantizedLoader, ReadFloats
 from jaxserve.models.registry import check_config, find_family, read_model_config
 from jaxserve.models.shards import random_shard, read_shard
 from jaxserve.models.sources import Source
 from jaxserve.parallel.mesh import check_divisible, sharding
+from jaxserve.quantization.weights import Quantization
 
 #: Random weights repeat after so many (a prime, so that no two rows of a matrix are equal).
 RANDOM_TABLE_SIZE = 4_000_037
@@ -56,13 +59,15 @@ class ParameterInfo:
     logical_axes: tuple[str | None, ...]
 
 
-def make_abstract_model(config: ModelConfig, dtype: DTypeLike) -> Decoder:
+def make_abstract_model(
+    config: ModelConfig, dtype: DTypeLike, quantization: Quantization | None = None
+) -> Decoder:
     """A decoder whose parameters are shapes only; takes no memory."""
-    return Decoder(config, dtype=dtype, rngs=None)
+    return Decoder(config, dtype=dtype, rngs=None, quantization=quantization)
 
 
 def parameter_infos(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParameterInfo]:
-    """All parameters by path ("layers.3.attention.q.weight")."""
+    """All parameters by path ("layers.3.attention.inputs.q.weight"), none of them quantised."""
     _, state = nnx.split(make_abstract_model(config, dtype))
     return {
         _join(path): ParameterInfo(
@@ -78,24 +83,42 @@ def _join(path: tuple[str | int, ...]) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _fill(config: ModelConfig, mesh: Mesh, dtype: DTypeLike, make: MakeArray) -> Decoder:
-    """The decoder with every parameter made by `make(path, abstract parameter, sharding)`."""
+def _fill(
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    quantization: Quantization | None,
+    make: MakeArray,
+    read: ReadFloats,
+) -> Decoder:
+    """The decoder with every plain parameter made by `make(path, abstract parameter, sharding)`.
+
+    read: gives the floats that quantised parameters are made of.
+    """
     check_config(config)
     check_divisible(config, mesh)
-    graph, state = nnx.split(make_abstract_model(config, dtype))
+    graph, state = nnx.split(make_abstract_model(config, dtype, quantization))
+    quantized = QuantizedLoader(read)
     filled = []
     for path, param in nnx.to_flat_state(state):
-        axes, shape = param.get_metadata()["logical_axes"], param.get_value().shape
-        array = make(_join(path), param, sharding(mesh, axes, shape))
+        metadata, shape = param.get_metadata(), param.get_value().shape
+        load = quantized.load if "recipe" in metadata else make
+        array = load(_join(path), param, sharding(mesh, metadata["logical_axes"], shape))
         filled.append((path, param.replace(array)))
     decoder: Decoder = nnx.merge(graph, nnx.from_flat_state(filled))
     return decoder
 
 
 def load_model(
-    reader: CheckpointReader, mesh: Mesh, *, dtype: DTypeLike
+    reader: CheckpointReader,
+    mesh: Mesh,
+    *,
+    dtype: DTypeLike,
+    quantization: Quantization | None = None,
 ) -> tuple[ModelConfig, Decoder]:
     """The model of an open checkpoint, on the mesh, with weights and activations in `dtype`.
+
+    quantization: how matrices are stored instead; None leaves them floats.
 
     Raises UnsupportedModelError for an unknown architecture, CheckpointFormatError for tensors
     that are missing, too many or wrongly shaped (all at once), UsageError where the model cannot
@@ -107,7 +130,10 @@ def load_model(
     sources = {path: find_source(config, family, path, info) for path, info in infos.items()}
     check_sources(reader, config, sources)
     check_divisible(config, mesh)
-    ready = restore_plain(reader, infos, sources, mesh)
+    _, state = nnx.split(make_abstract_model(config, dtype, quantization))
+    plain = {_join(path) for path, _ in nnx.to_flat_state(state)}
+    kept = {path: info for path, info in infos.items() if path in plain}
+    ready = restore_plain(reader, kept, {path: sources[path] for path in kept}, mesh)
 
     def make(path: str, param: nnx.Param[jax.Array], place: jax.NamedSharding) -> jax.Array:
         del param
@@ -115,7 +141,10 @@ def load_model(
             return ready.pop(path)
         return load_parameter(reader, sources[path], infos[path], place)
 
-    return config, _fill(config, mesh, dtype, make)
+    def read(path: str, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        return read_shard(reader, sources[path], bounds, np.dtype(np.float32))
+
+    return config, _fill(config, mesh, dtype, quantization, make, read)
 
 
 def find_source(config: ModelConfig, family: Family, path: str, info: ParameterInfo) -> Source:
@@ -181,7 +210,14 @@ def load_parameter(
     return jax.make_array_from_callback(info.shape, place, callback)
 
 
-def make_random_model(config: ModelConfig, mesh: Mesh, *, dtype: DTypeLike, seed: int) -> Decoder:
+def make_random_model(
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    dtype: DTypeLike,
+    seed: int,
+    quantization: Quantization | None = None,
+) -> Decoder:
     """A decoder of this shape with random weights, the same on every mesh.
 
     For measurements without a checkpoint. Values come from one table of normal numbers, read from
@@ -195,10 +231,8 @@ def make_random_model(config: ModelConfig, mesh: Mesh, *, dtype: DTypeLike, seed
         value = param.get_value()
         init, offset = param.get_metadata()["init"], int(generator.integers(RANDOM_TABLE_SIZE))
         if init != "normal":
-            array: jax.Array = jax.device_put(
-                np.full(value.shape, init == "ones", value.dtype), place
-            )
-            return array
+            full = np.full(value.shape, init == "ones", value.dtype)
+            return jax.make_array_from_callback(value.shape, place, full.__getitem__)
         rows, columns = value.shape
 
         def callback(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -209,4 +243,12 @@ def make_random_model(config: ModelConfig, mesh: Mesh, *, dtype: DTypeLike, seed
 
         return jax.make_array_from_callback(value.shape, place, callback)
 
-    return _fill(config, mesh, dtype, make)
+    def read(path: str, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        if len(bounds) == 1:
+            return np.zeros(bounds[0][1] - bounds[0][0], np.float32)
+        offset = zlib.crc32(path.encode()) % RANDOM_TABLE_SIZE
+        rows, columns = (range(*bound) for bound in bounds)
+        # A width of its own for each weight: rows differ, whatever part of them a device holds.
+        return random_shard(table, offset, 8191, rows, columns, np.dtype(np.float32))
+
+    return _fill(config, mesh, dtype, quantization, make, read)

@@ -1,6 +1,6 @@
 """Where each parameter's values stand in a checkpoint: names, and how they are laid out there.
 
-Parameters are named by their path in the decoder ("layers.3.attention.q.weight").
+Parameters are named by their path in the decoder ("layers.3.attention.inputs.q.weight").
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ HF_NAMES = NameTable(
     layer="model.layers.{}",
     parts={
         "attention_norm": "input_layernorm",
-        "attention.q": "self_attn.q_proj",
-        "attention.k": "self_attn.k_proj",
-        "attention.v": "self_attn.v_proj",
+        "attention.inputs.q": "self_attn.q_proj",
+        "attention.inputs.k": "self_attn.k_proj",
+        "attention.inputs.v": "self_attn.v_proj",
         "attention.o": "self_attn.o_proj",
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
         "ffn_norm": "post_attention_layernorm",
-        "ffn.gate": "mlp.gate_proj",
-        "ffn.up": "mlp.up_proj",
+        "ffn.inputs.gate": "mlp.gate_proj",
+        "ffn.inputs.up": "mlp.up_proj",
         "ffn.down": "mlp.down_proj",
     },
 )
@@ -79,15 +79,15 @@ GGUF_NAMES = NameTable(
     layer="blk.{}",
     parts={
         "attention_norm": "attn_norm",
-        "attention.q": "attn_q",
-        "attention.k": "attn_k",
-        "attention.v": "attn_v",
+        "attention.inputs.q": "attn_q",
+        "attention.inputs.k": "attn_k",
+        "attention.inputs.v": "attn_v",
         "attention.o": "attn_output",
         "attention.q_norm": "attn_q_norm",
         "attention.k_norm": "attn_k_norm",
         "ffn_norm": "ffn_norm",
-        "ffn.gate": "ffn_gate",
-        "ffn.up": "ffn_up",
+        "ffn.inputs.gate": "ffn_gate",
+        "ffn.inputs.up": "ffn_up",
         "ffn.down": "ffn_down",
         "post_attention_norm": "post_attention_norm",
         "post_ffn_norm": "post_ffw_norm",

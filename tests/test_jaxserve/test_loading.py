@@ -173,7 +173,7 @@ def test_parts_larger_than_a_block_are_read_in_pieces(monkeypatch: pytest.Monkey
     _, decoder = load_model(reader, make_mesh(1), dtype=jnp.bfloat16)
     assert max(shape[0] for _, shape in reader.reads) <= 32
     hf = llama_hf().arrays["model.layers.1.self_attn.q_proj.weight"]
-    found = np.asarray(decoder.layers[1].attention.q.weight[...])
+    found = np.asarray(decoder.layers[1].attention.inputs.q.weight[...])
     np.testing.assert_array_equal(found, hf.astype(ml_dtypes.bfloat16))
 
 
@@ -281,7 +281,7 @@ def test_orbax_restores_into_the_shardings(convention: str, tmp_path: pathlib.Pa
     found = parameters(decoder)
     for path, array in parameters(wanted).items():
         np.testing.assert_array_equal(found[path], array, err_msg=path)
-    shards = decoder.layers[0].ffn.up.weight.get_value().addressable_shards
+    shards = decoder.layers[0].ffn.inputs.up.weight.get_value().addressable_shards
     assert [shard.data.shape for shard in shards] == [(12, 32)] * 4
 
 
@@ -292,11 +292,11 @@ def test_random_weights_do_not_depend_on_the_mesh() -> None:
     other = parameters(make_random_model(config, make_mesh(1), dtype=jnp.bfloat16, seed=5))
     for path, array in one.items():
         np.testing.assert_array_equal(four[path], array, err_msg=path)
-    weight = one["layers.0.ffn.up.weight"].astype(np.float32)
+    weight = one["layers.0.ffn.inputs.up.weight"].astype(np.float32)
     assert weight.std() == pytest.approx(0.02, rel=0.1)
-    assert (weight == other["layers.0.ffn.up.weight"].astype(np.float32)).mean() < 0.1
+    assert (weight == other["layers.0.ffn.inputs.up.weight"].astype(np.float32)).mean() < 0.1
     assert (one["layers.1.attention_norm.weight"] == 1).all()
-    assert (one["layers.1.attention.q.bias"] == 0).all()
+    assert (one["layers.1.attention.inputs.q.bias"] == 0).all()
 
 
 MEASURE = """

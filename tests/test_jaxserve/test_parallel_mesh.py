@@ -78,10 +78,10 @@ def test_weights_are_split_not_copied() -> None:
     block = decoder.layers[0]
     for weight, part in (
         (decoder.embed.weight, (24, 32)),
-        (block.attention.q.weight, (16, 32)),
-        (block.attention.k.weight, (8, 32)),
+        (block.attention.inputs.q.weight, (16, 32)),
+        (block.attention.inputs.k.weight, (8, 32)),
         (block.attention.o.weight, (32, 16)),
-        (block.ffn.up.weight, (12, 32)),
+        (block.ffn.inputs.up.weight, (12, 32)),
         (block.ffn.down.weight, (32, 12)),
     ):
         shards = weight.get_value().addressable_shards

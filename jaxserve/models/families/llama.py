@@ -68,7 +68,7 @@ def read_gguf(reader: CheckpointReader) -> ModelConfig:
 
 def adapt_gguf(config: ModelConfig, path: str, source: Source) -> Source:
     """llama.cpp permutes this family's q and k rows, so that pairs to rotate are neighbours."""
-    if ".attention.q." in path or ".attention.k." in path:
+    if ".inputs.q." in path or ".inputs.k." in path:
         return dataclasses.replace(source, interleaved_head=config.head_size)
     return source
 

@@ -36,13 +36,13 @@ def adapt(config: ModelConfig, path: str, source: Source) -> Source:
     q_rows = config.num_heads * config.head_size
     kv_rows = config.num_kv_heads * config.head_size
     fused = {
-        "attention.q.weight": ("qkv_proj", 0, q_rows + 2 * kv_rows),
-        "attention.k.weight": ("qkv_proj", q_rows, q_rows + 2 * kv_rows),
-        "attention.v.weight": ("qkv_proj", q_rows + kv_rows, q_rows + 2 * kv_rows),
-        "ffn.gate.weight": ("gate_up_proj", 0, 2 * config.ffn_size),
-        "ffn.up.weight": ("gate_up_proj", config.ffn_size, 2 * config.ffn_size),
+        "attention.inputs.q.weight": ("qkv_proj", 0, q_rows + 2 * kv_rows),
+        "attention.inputs.k.weight": ("qkv_proj", q_rows, q_rows + 2 * kv_rows),
+        "attention.inputs.v.weight": ("qkv_proj", q_rows + kv_rows, q_rows + 2 * kv_rows),
+        "ffn.inputs.gate.weight": ("gate_up_proj", 0, 2 * config.ffn_size),
+        "ffn.inputs.up.weight": ("gate_up_proj", config.ffn_size, 2 * config.ffn_size),
     }
-    part = ".".join(path.split(".")[-3:])
+    part = ".".join(path.split(".")[-4:])
     if part not in fused:
         return source
     name, first_row, rows = fused[part]
