@@ -6,6 +6,7 @@ even. Must not know any implementation.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -36,7 +37,8 @@ def quantize(weight: ArrayLike, scheme: Scheme) -> QuantizedWeight:
         raise KernelError(f"{scheme.name}: a weight to quantise is [N, K], not {weight.shape}")
     scheme.num_groups(weight.shape[1])
     out: QuantizedWeight
-    out, is_finite = _quantize(weight, scheme)
+    stored = dataclasses.replace(scheme, name="", activations="float")
+    out, is_finite = _quantize(weight, stored)
     if not is_finite:
         raise KernelError(
             f"{scheme.name}: the weight holds NaN or infinity, or numbers too large for scales of "

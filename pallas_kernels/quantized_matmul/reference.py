@@ -60,14 +60,20 @@ def quantized_matmul(
             out = _dot(values.astype(jnp.float32), whole) * scales[:, None]
         case "int8_token":
             values, scales = round_integers(x, "int8")
-            groups = weight.scales.shape[1]
-            out = _grouped_dot(values.reshape(len(x), groups, -1), weight, scheme)
+            out = _grouped_dot(_in_groups(values, weight), weight, scheme)
             out = out * scales[:, None]
         case "int8_group" | "int16_group":
-            parts = x.reshape(len(x), weight.scales.shape[1], -1)
-            values, scales = round_integers(parts, scheme.activations.removesuffix("_group"))
+            dtype = scheme.activations.removesuffix("_group")
+            values, scales = round_integers(_in_groups(x, weight), dtype)
             out = _grouped_dot(values, weight, scheme, scales)
     return out.astype(out_dtype)
+
+
+def _in_groups(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    """x [M, K] as [M, G, g]."""
+    rows, in_size = x.shape
+    groups = weight.scales.shape[1]
+    return x.reshape(rows, groups, in_size // groups)
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:

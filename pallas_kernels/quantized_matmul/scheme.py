@@ -65,7 +65,7 @@ class Scheme:
     def num_groups(self, in_size: int) -> int:
         """Scales of a row. Raises KernelError when groups do not fill it."""
         size = self.group_size(in_size)
-        if in_size % size or in_size < 1:
+        if in_size < 1 or in_size % size:
             raise KernelError(
                 f"{self.name}: rows of {in_size} weights are not made of groups of {size}; "
                 "use a scheme whose group divides the row"

@@ -1,0 +1,162 @@
+"""The CPU kernels of quantised products: bit for bit, on any instructions, split, with NaN."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.quantized_matmul import api, cases, cpu
+from pallas_kernels.quantized_matmul.cases import Case
+from pallas_kernels.quantized_matmul.scheme import SCHEMES, QuantizedWeight, Scheme
+
+#: One scheme per kernel.
+KERNELS = ("int8_group32_a16", "int4_group32_zero_a16", "int8", "int4_group64", "fp8")
+#: Rows of two widths, more than a block holds, and weights of several runs of panels.
+LARGE = Case(name="large", rows=512, out_size=48, in_size=1536)
+
+
+def make(case: Case, scheme: Scheme) -> tuple[jax.Array, QuantizedWeight]:
+    inputs = cases.make_inputs(case, scheme)
+    return inputs.x, cpu.pack(inputs.weight, scheme)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def multiply(
+    x: jax.Array, weight: QuantizedWeight, scheme: Scheme, instructions: str | None = None
+) -> jax.Array:
+    return cpu.quantized_matmul(
+        x,
+        weight,
+        scheme,
+        out_dtype=jnp.float32,
+        instructions=instructions,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("name", [*KERNELS, "int8_token"])
+def test_company_makes_no_difference(name: str) -> None:
+    """A row has the same bits alone and among any others, at any place."""
+    scheme = SCHEMES[name]
+    x, weight = make(LARGE, scheme)
+    whole = np.asarray(multiply(x, weight, scheme))
+    for rows in (1, 2, 3, 5, 8, 13, 64, 300):
+        start = {1: 0, 2: 100, 3: 509, 5: 255, 8: 84, 13: 77, 64: 400, 300: 11}[rows]
+        part = np.asarray(multiply(x[start : start + rows], weight, scheme))
+        assert part.tobytes() == whole[start : start + rows].tobytes(), rows
+    for row in (1, 83, 84, 167, 251, 252, 511):
+        assert np.asarray(multiply(x[row : row + 1], weight, scheme)).tobytes() == (
+            whole[row].tobytes()
+        )
+
+
+@pytest.mark.parametrize("name", ["int8_group32_a16", "int4_group32_zero_a16"])
+def test_plain_instructions_give_the_same_bits(name: str) -> None:
+    """What other machines run: no instruction is asked for by its name."""
+    scheme = SCHEMES[name]
+    assert cpu.load(scheme, instructions="portable").target.endswith("portable")
+    for case in (cases.SMALL[1], cases.SMALL[3], cases.SMALL[5]):
+        x, weight = make(case, scheme)
+        plain = np.asarray(multiply(x, weight, scheme, "portable"))
+        assert plain.tobytes() == np.asarray(multiply(x, weight, scheme)).tobytes()
+        assert plain.any()
+
+
+def test_half_precision_scales_are_read_exactly_without_the_instruction() -> None:
+    """Down to the smallest float16, which XLA's threads would flush to zero in float arithmetic."""
+    scheme = SCHEMES["int8_group32_a16"]
+    scales = np.arange(1, 16 * 64 + 1, dtype=np.uint16).reshape(16, 64).view(np.float16)
+    scales[:, 32:] = np.linspace(-60000, 60000, 16 * 32).reshape(16, 32)
+    weight = QuantizedWeight(
+        jnp.ones((16, 2048), jnp.int8).at[:].set(0).at[:, ::32].set(1), jnp.asarray(scales), None
+    )
+    x = jnp.zeros((64, 2048)).at[jnp.arange(64), jnp.arange(64) * 32].set(32767.0)
+    want = 32767 * scales.astype(np.float64).T
+    for instructions in ("portable", None):
+        got = np.asarray(multiply(x, cpu.pack(weight, scheme), scheme, instructions))
+        np.testing.assert_allclose(got, want, 1e-6)
+
+
+def test_every_fp8_number_is_read_exactly() -> None:
+    """Among them those below 2**-6, which have no hidden bit."""
+    scheme = SCHEMES["fp8"]
+    bits = np.array([b for b in range(256) if b & 0x7F != 0x7F] + [0, 0], np.uint8)
+    values = jax.lax.bitcast_convert_type(jnp.asarray(np.tile(bits, (16, 1))), jnp.float8_e4m3fn)
+    weight = QuantizedWeight(values, jnp.ones((16, 1), jnp.float32), None)
+    got = multiply(jnp.eye(256), cpu.pack(weight, scheme), scheme)
+    np.testing.assert_array_equal(got[:, 3], values[3].astype(jnp.float32))
+
+
+def test_the_largest_sums_fit() -> None:
+    """Every product at its largest: int8 with int16 over 512 columns, and per row of x."""
+    grouped = Scheme(name="int8_group512_a16", values="int8", group=512, activations="int16_group")
+    for scheme, in_size in ((grouped, 512), (SCHEMES["int8_token"], 16384)):
+        weight = api.quantize(np.full((16, in_size), -1.0, np.float32), scheme)
+        x = jnp.ones((7, in_size))
+        got = multiply(x, cpu.pack(weight, scheme), scheme)
+        np.testing.assert_allclose(got, -in_size, 1e-6)
+
+
+@pytest.mark.parametrize("name", [*KERNELS, "int8_token", "fp8_token"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_numbers_stay_visible_and_at_home(name: str, value: float) -> None:
+    scheme = SCHEMES[name]
+    x, weight = make(cases.SMALL[3], scheme)
+    whole = np.asarray(multiply(x, weight, scheme))
+    broken = np.asarray(multiply(x.at[4, 200].set(value), weight, scheme))
+    rows = np.arange(len(x)) != 4
+    assert broken[rows].tobytes() == whole[rows].tobytes()
+    zero_row = np.arange(weight.scales.shape[0]) == weight.scales.shape[0] // 2
+    assert not np.isfinite(broken[4][~zero_row]).any()
+
+
+def test_tiny_and_zero_rows() -> None:
+    scheme = SCHEMES["int8_group32_a16"]
+    x, weight = make(cases.SMALL[3], scheme)
+    x = x.at[0].set(0).at[1].multiply(1e-36).at[2].multiply(1e30)
+    got = np.asarray(multiply(x, weight, scheme))
+    assert not got[:2].any()
+    assert np.isfinite(got).all()
+
+
+def test_no_rows() -> None:
+    for name in KERNELS:
+        _, weight = make(cases.SMALL[2], SCHEMES[name])
+        assert multiply(jnp.zeros((0, 128)), weight, SCHEMES[name]).shape == (0, 64)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("name", ["int4_group32_zero_a16", "int8"])
+def test_outputs_split_over_devices(name: str, parts: int) -> None:
+    """Under shard_map each device packs its own rows, and they call at the same time."""
+    scheme = SCHEMES[name]
+    inputs = cases.make_inputs(Case(name="split", rows=40, out_size=192, in_size=256), scheme)
+    devices = np.array(jax.devices()[:parts], dtype=object)
+    mesh = jax.sharding.Mesh(devices, ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, none = jax.P("tensor"), jax.P()
+    split = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    weight = jax.device_put(inputs.weight, jax.NamedSharding(mesh, rows))
+    packed = jax.jit(split(lambda w: cpu.pack(w, scheme), in_specs=rows, out_specs=rows))(weight)
+    call = jax.jit(
+        split(
+            lambda x, w: cpu.quantized_matmul(x, w, scheme, out_dtype=jnp.float32),
+            in_specs=(none, rows),
+            out_specs=jax.P(None, "tensor"),
+        )
+    )
+    want = np.asarray(multiply(inputs.x, cpu.pack(inputs.weight, scheme), scheme))
+    for _ in range(20):
+        assert np.asarray(call(inputs.x, packed)).tobytes() == want.tobytes()
+
+
+def test_packed_weights_can_be_put_together() -> None:
+    """Query, key and value become one product: panels stand one after the other."""
+    scheme = SCHEMES["int4_group32_zero_a16"]
+    x, first = make(Case(name="q", rows=3, out_size=64, in_size=96), scheme)
+    _, second = make(Case(name="k", rows=3, out_size=16, in_size=96), scheme)
+    both = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), first, second)
+    apart = [np.asarray(multiply(x, weight, scheme)) for weight in (first, second)]
+    assert np.asarray(multiply(x, both, scheme)).tobytes() == np.hstack(apart).tobytes()
