@@ -17,7 +17,7 @@ from pallas_kernels.errors import KernelError
 
 #: Op -> implementations, best first; each is a module of the op's folder.
 IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
-    "paged_attention": ("cpu", "tpu", "reference"),
+    "paged_attention": ("cpu", "tpu", "gpu", "reference"),
     "grouped_matmul": ("ragged_dot", "tokamax", "tiles", "reference"),
     "sample": ("xla", "reference"),
     "quantized_matmul": ("cpu", "reference"),

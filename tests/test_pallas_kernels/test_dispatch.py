@@ -32,11 +32,11 @@ def test_best_that_works_is_chosen() -> None:
 
 
 def test_other_platforms_get_the_definition_and_the_reasons() -> None:
-    choice = choose("gpu")
+    choice = choose("rocm")
     assert choice.implementation == "reference"
     assert str(choice) == (
-        "paged_attention: reference (not cpu: it runs on cpu, not on gpu; "
-        "not tpu: it runs on tpu, not on gpu)"
+        "paged_attention: reference (not cpu: it runs on cpu, not on rocm; "
+        "not tpu: it runs on tpu, not on rocm; not gpu: it runs on gpu, not on rocm)"
     )
 
 
@@ -45,11 +45,19 @@ def test_a_tpu_gets_its_own() -> None:
     assert str(choice) == "paged_attention: tpu (not cpu: it runs on cpu, not on tpu)"
 
 
+def test_a_gpu_gets_its_own() -> None:
+    choice = choose("gpu")
+    assert str(choice) == (
+        "paged_attention: gpu (not cpu: it runs on cpu, not on gpu; "
+        "not tpu: it runs on tpu, not on gpu)"
+    )
+
+
 def test_the_definition_can_be_forced() -> None:
     choice = choose(kernels="reference")
     assert choice.implementation == "reference"
     forced = ("kernels is 'reference'",)
-    assert choice.refused == {"cpu": forced, "tpu": forced}
+    assert choice.refused == {"cpu": forced, "tpu": forced, "gpu": forced}
 
 
 def test_environment_is_read_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
