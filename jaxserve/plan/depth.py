@@ -1,9 +1,10 @@
 """From the programs of two small depths to that of a whole model (before step 1). No jax.
 
-Layers are unrolled, so that compiling Llama-3.3-70B's eighty takes a laptop most of an hour; yet
-layers of a kind are equal. Arguments, outputs and collectives grow by the same with each, which is
-exact. Code and temporaries are estimated, rather too high: compilers share the code of equal
-layers once there are enough of them, and keep the first few layers' temporaries on the chip.
+Layers are unrolled and each costs the compiler seconds; yet layers of a kind are equal. Arguments,
+outputs and collectives grow by the same with each, which is exact. Code and temporaries are
+estimated, rather too high: compilers share the code of equal layers once there are enough of
+them, and keep the first few layers' temporaries on the chip. (All 32 layers of Llama-3.1-8B on
+v6e:2x4 took 682 MiB of programs and 507 of temporaries; from 4 and 8 layers, 676 and 507.)
 """
 
 from __future__ import annotations

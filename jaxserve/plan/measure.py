@@ -130,7 +130,7 @@ def measure_step(
     Raises UsageError, KernelError, and jax.errors.JaxRuntimeError from the compiler.
     """
     start = time.monotonic()
-    mesh = make_mesh(config.tensor_parallel, devices)
+    mesh = make_mesh(config.tensor_parallel, devices[: config.tensor_parallel])
     buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
     rows = buckets[-1].rows
     decode = choose_bucket(buckets, rows, rows)
