@@ -36,21 +36,34 @@ from pallas_kernels.paged_attention.tpu_tile import (
 )
 
 
+class AttendSemaphores(NamedTuple):
+    """Of the copies of pages, of queries and of results."""
+
+    pages: Ref
+    query: Ref
+    out: Ref
+
+
+def semaphores() -> AttendSemaphores:
+    """What `AttendSemaphores` is made of."""
+    sems = pltpu.SemaphoreType.DMA
+    return AttendSemaphores(sems((2,)), sems((2,)), sems)
+
+
 class AttendRefs(NamedTuple):
     """What attending touches beside the buffers of tiles.
 
-    queries: [K, (T + tile_tokens) * group, 1, lanes] and out: [K, T * group, 1, lanes], both
-    float32; pages: keys and values [P, K, page rows, lanes]; the rest are semaphores.
+    sinks: [N] float32; queries: [K, (T + tile_tokens) * group, 1, lanes] and out: [K, T * group, 1,
+    out_lanes], both float32; pages: the leaves of the pool.
     """
 
     tables: Ref
+    sinks: Ref
     queries: Ref
     out: Ref
-    pages: tuple[Ref, Ref]
+    pages: tuple[Ref, ...]
     tile: TileRefs
-    pages_done: Ref
-    query_done: Ref
-    out_done: Ref
+    done: AttendSemaphores
 
 
 class Block(NamedTuple):
@@ -78,7 +91,7 @@ def attend_all(schedule: Schedule, refs: AttendRefs) -> None:
             _with_query_copy(refs, plan, following, 1 - side, _start)
 
         _with_query_copy(refs, plan, tile, side, _wait)
-        _with_size(plan, tile, lambda size: begin_tile(refs.tile, plan, side, size))
+        _with_size(plan, tile, lambda size: begin_tile(refs.tile, refs.sinks, plan, side, size))
         slot = _fold_blocks(refs, plan, tile, following, more, slot)
         # The tile before this one had all of this one's time to be written.
         _each_out_copy(refs, plan, zero, unfinished, _wait)
@@ -127,7 +140,7 @@ def _with_query_copy(
         count = size.tokens * plan.facts.group
         source = refs.queries.at[:, pl.ds(tile.row * plan.facts.group, count)]
         into = refs.tile.query_in.at[side, :, pl.ds(0, count)]
-        act(pltpu.make_async_copy(source, into, refs.query_done.at[side]))
+        act(pltpu.make_async_copy(source, into, refs.done.query.at[side]))
 
     _with_size(plan, tile, with_copy)
 
@@ -171,7 +184,7 @@ def _each_page(
     """Calls `act` with the copies of the pages that hold the block's tokens."""
     facts = plan.facts
     per_block = plan.blocks.block_tokens // facts.page_size
-    page_rows = facts.page_size // facts.layout.pack
+    page_rows = facts.page_rows
     before = block.number * per_block
     first = jnp.maximum(before, divide(block.begin, facts.page_size))
     last = jnp.minimum(before + per_block, divide_up(block.end, facts.page_size))
@@ -180,9 +193,14 @@ def _each_page(
     def copy(number: jax.Array, _: None) -> None:
         page = refs.tables[table + number]
         row = pl.multiple_of((number - before) * page_rows, page_rows)
-        for pages, buffer in zip(refs.pages, refs.tile.blocks, strict=True):
+        done = refs.done.pages.at[slot]
+        for pages, buffer in zip(refs.pages[:2], refs.tile.blocks, strict=True):
             into = buffer.at[slot, :, pl.ds(row, page_rows)]
-            act(pltpu.make_async_copy(pages.at[page], into, refs.pages_done.at[slot]))
+            act(pltpu.make_async_copy(pages.at[page], into, done))
+        if refs.tile.scales is not None:
+            for scales, buffer in zip(refs.pages[2:], refs.tile.scales, strict=True):
+                into = buffer.at[slot, :, number - before]
+                act(pltpu.make_async_copy(scales.at[page], into, done))
 
     lax.fori_loop(first, last, copy, None)
 
@@ -197,5 +215,5 @@ def _each_out_copy(
         first = (count & ~(2 * size - 1)) * group
         source = refs.tile.out_tile.at[:, pl.ds(first, size * group)]
         into = refs.out.at[:, pl.ds(row * group + first, size * group)]
-        copy = pltpu.make_async_copy(source, into, refs.out_done)
+        copy = pltpu.make_async_copy(source, into, refs.done.out)
         pl.when((count & size) != 0)(functools.partial(act, copy))

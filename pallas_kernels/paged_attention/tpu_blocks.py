@@ -23,7 +23,13 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.errors import KernelError
-from pallas_kernels.paged_attention.tpu_layout import LANES, TokenLayout, token_layout
+from pallas_kernels.paged_attention.reference import QUANTISED
+from pallas_kernels.paged_attention.tpu_layout import (
+    LANES,
+    TokenLayout,
+    scale_lanes,
+    token_layout,
+)
 
 MEBIBYTE = 2**20
 #: What a kernel may take; v5e and v6e have 128 MiB, 7x has 64, and XLA uses some of it.
@@ -57,7 +63,7 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What block sizes depend on: shapes and dtypes of a call."""
+    """What block sizes depend on: shapes and dtypes of a call, and whether it returns log-sums."""
 
     num_rows: int
     num_kv_heads: int
@@ -67,17 +73,51 @@ class Facts:
     pages_per_sequence: int
     page_dtype: np.dtype
     compute_dtype: np.dtype
+    with_lse: bool = False
 
     @property
     def layout(self) -> TokenLayout:
         return token_layout(self.head_size)
 
     @property
+    def page_rows(self) -> int:
+        """Rows of lanes of one page and head."""
+        return self.page_size // self.layout.pack
+
+    @property
+    def out_lanes(self) -> int:
+        """Lanes of a row of the output; the log-sum, if any, lies behind the head."""
+        return self.layout.lanes + (LANES if self.with_lse else 0)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the pages have scales."""
+        return self.page_dtype.name in QUANTISED
+
+    @property
+    def scale_lanes(self) -> int:
+        """Lanes of the row of scales of one page and head."""
+        return scale_lanes(self.page_size)
+
+    @property
     def write_rows(self) -> int:
         """Rows of a page that are read and written together: whole tiles of the memory."""
-        page_rows = self.page_size // self.layout.pack
-        wanted = 8 * 4 // self.page_dtype.itemsize
-        return wanted if page_rows % wanted == 0 else 8
+        return math.gcd(self.page_rows, 8 * 4 // self.page_dtype.itemsize)
+
+    @property
+    def scales_before(self) -> int:
+        """Tokens of padding before the scales of the new tokens."""
+        whole = LANES * self.layout.pack
+        return -(-self.page_size // whole) * whole
+
+    @property
+    def staged_scales(self) -> tuple[int, int, int, int]:
+        """Shape of the scales of the new tokens: [pack, lanes' worth of tokens, K, 128], K filled
+        up to whole tiles."""
+        whole = LANES * self.layout.pack
+        tokens = 2 * self.scales_before + self.num_rows + whole
+        heads = -(-self.num_kv_heads // 8) * 8
+        return self.layout.pack, -(-tokens // whole), heads, LANES
 
     @property
     def write_tokens(self) -> int:
@@ -103,18 +143,19 @@ def vmem_bytes(blocks: Blocks, facts: Facts) -> dict[str, int]:
     one_write = (
         facts.write_rows * lanes * facts.page_dtype.itemsize + facts.write_tokens * lanes * 4
     )
-    tile = 3 * query_rows * lanes * 4  # queries, twice, and the output, in float32
+    tile = query_rows * (2 * lanes + facts.out_lanes) * 4  # queries, twice, and the output
     tile += all_rows * (lanes * facts.compute_dtype.itemsize + lanes * 4 + 2 * LANES * 4)
     tile += facts.rows(blocks.tile_tokens) * facts.layout.pack * LANES * 4  # positions
     # Logits, weights and a copy of the weights of one head; one head of keys and values.
     values = 3 * facts.rows(blocks.tile_tokens) * facts.layout.pack * block_rows * 4
     values += 2 * block_rows * lanes * facts.compute_dtype.itemsize
     pages = 2 * 2 * heads * block_rows * lanes * facts.page_dtype.itemsize
-    return {
-        "tile_tokens": tile,
-        "block_tokens": pages + values,
-        "writes": 2 * blocks.writes * heads * one_write,
-    }
+    writes = 2 * blocks.writes * heads * one_write
+    if facts.scaled:
+        row = heads * facts.scale_lanes * 4
+        pages += 2 * 2 * blocks.block_tokens // facts.page_size * row
+        writes += 2 * (blocks.writes * row + math.prod(facts.staged_scales) * 4)
+    return {"tile_tokens": tile, "block_tokens": pages + values, "writes": writes}
 
 
 def check(blocks: Blocks, facts: Facts) -> None:

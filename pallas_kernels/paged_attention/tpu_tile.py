@@ -19,7 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.paged_attention.tpu_blocks import Blocks, Facts
 from pallas_kernels.paged_attention.tpu_layout import LANES
+from pallas_kernels.paged_attention.tpu_scales import block_scales, only_needed
 from pallas_kernels.paged_attention.tpu_schedule import Plan, Ref, Tile, divide, remainder
 
 #: Stands for minus infinity, which minus itself would be NaN.
@@ -32,14 +34,14 @@ HEADS_TOGETHER, ROWS_TOGETHER = 4, 128
 class TileRefs(NamedTuple):
     """Buffers of tiles and blocks.
 
-    sinks: [N] float32; blocks: keys and values [2, K, block rows, lanes]; query_in: [2, K, rows,
-    1, lanes] and out_tile: [K, rows, 1, lanes], both float32; matrix: [K, pack * rows, lanes];
-    top, total: [K, pack * rows, 128] float32; sums: [K, pack * rows, lanes] float32;
-    limit: [pack * rows, 128] int32.
+    blocks: keys and values [2, K, block rows, lanes]; scales: theirs, of 8-bit pages, [2, K, pages,
+    1, lanes] float32; query_in: [2, K, rows, 1, lanes] and out_tile: [K, rows, 1, out_lanes], both
+    float32; matrix: [K, pack * rows, lanes]; top, total: [K, pack * rows, 128] float32; sums:
+    [K, pack * rows, lanes] float32; limit: [pack * rows, 128] int32.
     """
 
-    sinks: Ref
     blocks: tuple[Ref, Ref]
+    scales: tuple[Ref, Ref] | None
     query_in: Ref
     out_tile: Ref
     matrix: Ref
@@ -47,6 +49,27 @@ class TileRefs(NamedTuple):
     total: Ref
     sums: Ref
     limit: Ref
+
+
+def buffers(facts: Facts, blocks: Blocks) -> TileRefs:
+    """What `TileRefs` is made of."""
+    heads, lanes, pack = facts.num_kv_heads, facts.layout.lanes, facts.layout.pack
+    rows, float32 = facts.rows(blocks.tile_tokens), jnp.float32
+    block = pltpu.VMEM((2, heads, blocks.block_tokens // pack, lanes), facts.page_dtype)
+    pages = blocks.block_tokens // facts.page_size
+    scales = pltpu.VMEM((2, heads, pages, 1, facts.scale_lanes), float32)
+    column = pltpu.VMEM((heads, pack * rows, LANES), float32)
+    return TileRefs(
+        blocks=(block, block),
+        scales=(scales, scales) if facts.scaled else None,
+        query_in=pltpu.VMEM((2, heads, rows, 1, lanes), float32),
+        out_tile=pltpu.VMEM((heads, rows, 1, facts.out_lanes), float32),
+        matrix=pltpu.VMEM((heads, pack * rows, lanes), facts.compute_dtype),
+        top=column,
+        total=column,
+        sums=pltpu.VMEM((heads, pack * rows, lanes), float32),
+        limit=pltpu.VMEM((pack * rows, LANES), jnp.int32),
+    )
 
 
 class TileSize(NamedTuple):
@@ -77,7 +100,7 @@ def each_head(plan: Plan, size: TileSize, act: Callable[[jax.Array], None]) -> N
     lax.fori_loop(0, heads // together, step, None)
 
 
-def begin_tile(refs: TileRefs, plan: Plan, side: jax.Array, size: TileSize) -> None:
+def begin_tile(refs: TileRefs, sinks: Ref, plan: Plan, side: jax.Array, size: TileSize) -> None:
     """The queries on one side of `query_in` as matrices, empty sums, and how far each row sees."""
     facts, layout = plan.facts, plan.facts.layout
     row = lax.broadcasted_iota(jnp.int32, (size.rows, LANES), 0)
@@ -96,25 +119,32 @@ def begin_tile(refs: TileRefs, plan: Plan, side: jax.Array, size: TileSize) -> N
         for ref, value in ((refs.sums, 0.0), (refs.top, LOWEST), (refs.total, 0.0)):
             ref[head, every] = jnp.full((every.size, ref.shape[-1]), value, jnp.float32)
         if plan.has_sinks:
-            _begin_with_sinks(refs, plan, head, size)
+            _begin_with_sinks(refs, sinks, plan, head, size)
 
     each_head(plan, size, begin)
 
 
-def _begin_with_sinks(refs: TileRefs, plan: Plan, head: jax.Array, size: TileSize) -> None:
+def _begin_with_sinks(
+    refs: TileRefs, sinks: Ref, plan: Plan, head: jax.Array, size: TileSize
+) -> None:
     """The first part has seen one more logit, which brought no value."""
     group, shape = plan.facts.group, (size.rows, LANES)
     member = remainder(lax.broadcasted_iota(jnp.int32, shape, 0), group)
     top = jnp.full(shape, LOWEST, jnp.float32)
     for number in range(group):
-        top = jnp.where(member == number, refs.sinks[head * group + number], top)
+        top = jnp.where(member == number, sinks[head * group + number], top)
     refs.top[head, size.part(0)] = top
     refs.total[head, size.part(0)] = jnp.ones(shape, jnp.float32)
 
 
 def clear_edges(refs: TileRefs, plan: Plan, tile: Tile, block: jax.Array, slot: jax.Array) -> None:
-    """Zeros where the block holds no tokens of the tile: what is there may be NaN."""
+    """Zeros where the block holds no tokens of the tile: what is there may be NaN, which a weight
+    of zero does not make good. Integers are never NaN. A key alone in its row may be anything: its
+    logits are thrown away."""
     layout = plan.facts.layout
+    if jnp.issubdtype(plan.facts.page_dtype, jnp.integer):
+        return
+    unclean = refs.blocks if layout.pack == 2 else refs.blocks[1:]
     begin, end = block * plan.blocks.block_tokens, (block + 1) * plan.blocks.block_tokens
 
     @pl.when((begin < tile.begin) | (end > tile.end))
@@ -127,7 +157,7 @@ def clear_edges(refs: TileRefs, plan: Plan, tile: Tile, block: jax.Array, slot: 
         needed = (position >= tile.begin) & (position < tile.end)
 
         def clear(head: jax.Array, _: None) -> None:
-            for ref in refs.blocks:
+            for ref in unclean:
                 kept = jnp.where(needed, ref[slot, head].astype(jnp.float32), 0.0)
                 ref[slot, head] = kept.astype(ref.dtype)
 
@@ -144,7 +174,9 @@ def fold_block(
 
     def fold(head: jax.Array) -> None:
         keys, values = (ref[slot, head].astype(refs.matrix.dtype) for ref in refs.blocks)
-        logits = _dot(refs.matrix[head, every], keys, contract=1) * plan.scale
+        logits = _dot(refs.matrix[head, every], keys, contract=1)
+        key_scales, value_scales = _scales(refs, plan, tile, block, slot, head, size)
+        logits = logits * key_scales
         if plan.soft_cap is not None:
             logits = plan.soft_cap * jnp.tanh(logits / plan.soft_cap)
         furthest = refs.limit[every, pl.ds(0, 1)] + offset
@@ -157,10 +189,38 @@ def fold_block(
         refs.top[head, every] = top
         total = jnp.sum(weights, axis=1, keepdims=True)
         refs.total[head, every] = shrink * refs.total[head, every] + total
+        if value_scales is not None:
+            weights = weights * value_scales
         change = _dot(weights.astype(values.dtype), values, contract=0)
         refs.sums[head, every] = shrink[:, :1] * refs.sums[head, every] + change
 
     each_head(plan, size, fold)
+
+
+def _scales(
+    refs: TileRefs,
+    plan: Plan,
+    tile: Tile,
+    block: jax.Array,
+    slot: jax.Array,
+    head: jax.Array,
+    size: TileSize,
+) -> tuple[jax.Array | float, jax.Array | None]:
+    """What logits are multiplied with, and weights (None: nothing)."""
+    if refs.scales is None:
+        return plan.scale, None
+    facts, blocks = plan.facts, plan.blocks
+    keys, values = (block_scales(ref, facts, blocks, slot, head) for ref in refs.scales)
+    keys = tuple(scale * plan.scale for scale in keys)
+    values = only_needed(values, facts, blocks, tile, block)
+    if facts.layout.pack == 1:
+        return keys[0], values[0]
+    shape = (size.rows, keys[0].shape[1])
+    key_scales, value_scales = (
+        jnp.concatenate([jnp.broadcast_to(scale, shape) for scale in parts])
+        for parts in (keys, values)
+    )
+    return key_scales, value_scales
 
 
 def _seen(plan: Plan, shape: tuple[int, ...], furthest: jax.Array) -> jax.Array:
@@ -185,7 +245,8 @@ def _dot(left: jax.Array, right: jax.Array, *, contract: int) -> jax.Array:
 
 
 def end_tile(refs: TileRefs, plan: Plan, size: TileSize) -> None:
-    """Puts the parts together, divides, and leaves the result in `out_tile`."""
+    """Puts the parts together, divides, and leaves the result, and the log-sum if it is asked for,
+    in `out_tile`."""
     layout = plan.facts.layout
 
     def end(head: jax.Array) -> None:
@@ -206,6 +267,9 @@ def end_tile(refs: TileRefs, plan: Plan, size: TileSize) -> None:
             out = jnp.where(lane < layout.head_size, sums[0], sums[1])
             out = out + pltpu.roll(out, layout.head_size, 1)
             total = totals[0] + totals[1]
-        refs.out_tile[head, pl.ds(0, size.rows), 0, :] = out / total[:, :1]
+        rows = pl.ds(0, size.rows)
+        refs.out_tile[head, rows, 0, pl.ds(0, layout.lanes)] = out / total[:, :1]
+        if plan.facts.with_lse:
+            refs.out_tile[head, rows, 0, pl.ds(layout.lanes, LANES)] = top + jnp.log(total)
 
     each_head(plan, size, end)

@@ -7,6 +7,7 @@ sequences, and of one sequence, do not overlap: many are in flight together, in 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.paged_attention import tpu_scales
+from pallas_kernels.paged_attention.tpu_blocks import Blocks, Facts
 from pallas_kernels.paged_attention.tpu_schedule import (
     Cursor,
     Ref,
@@ -24,20 +27,39 @@ from pallas_kernels.paged_attention.tpu_schedule import (
 )
 
 
+class WriteBuffers(NamedTuple):
+    """Scratch memory of the writes, keys first and values second.
+
+    runs: [writes, K, write_rows, lanes]; fresh: [writes, K, write_tokens, 1, lanes] float32.
+    """
+
+    runs: tuple[Ref, Ref]
+    fresh: tuple[Ref, Ref]
+    read_done: Ref
+    write_done: Ref
+
+
 class WriteRefs(NamedTuple):
     """What the writes touch, keys first and values second.
 
-    new: [K, write_tokens + T + write_tokens, 1, lanes] float32; pages: [P, K, page rows, lanes];
-    runs: [writes, K, write_rows, lanes]; fresh: [writes, K, write_tokens, 1, lanes] float32.
+    new: [K, write_tokens + T + write_tokens, 1, lanes] float32, of 8-bit pages the numbers to be
+    stored; pages: [P, K, page rows, lanes]; scales: of 8-bit pages.
     """
 
     tables: Ref
     new: tuple[Ref, Ref]
     pages: tuple[Ref, Ref]
-    runs: tuple[Ref, Ref]
-    fresh: tuple[Ref, Ref]
-    read_done: Ref
-    write_done: Ref
+    buffers: WriteBuffers
+    scales: tpu_scales.ScaleWriteRefs | None
+
+
+def buffers(facts: Facts, blocks: Blocks) -> WriteBuffers:
+    """What `WriteBuffers` is made of."""
+    heads, lanes = facts.num_kv_heads, facts.layout.lanes
+    run = pltpu.VMEM((blocks.writes, heads, facts.write_rows, lanes), facts.page_dtype)
+    fresh = pltpu.VMEM((blocks.writes, heads, facts.write_tokens, 1, lanes), jnp.float32)
+    sems = pltpu.SemaphoreType.DMA((blocks.writes,))
+    return WriteBuffers((run, run), (fresh, fresh), sems, sems)
 
 
 def write_all(schedule: Schedule, refs: WriteRefs) -> None:
@@ -72,6 +94,8 @@ def write_all(schedule: Schedule, refs: WriteRefs) -> None:
         return reader, fetched, schedule.next_write(cursor), number + 1
 
     start = schedule.start()
+    if refs.scales is not None:
+        pl.when(schedule.more(start))(functools.partial(tpu_scales.stage, refs.scales))
     reader, fetched = lax.fori_loop(0, ahead, fill, (start, jnp.int32(0)))
     *_, total = lax.while_loop(
         lambda carry: schedule.more(carry[2]), step, (reader, fetched, start, jnp.int32(0))
@@ -110,15 +134,15 @@ def _read_copies(
     # The new rows have write_tokens rows of padding before the first.
     first = tokens.row + schedule.write_position(cursor) - tokens.position + facts.write_tokens
     page, row = _place(schedule, refs, cursor)
-    done = refs.read_done.at[slot]
+    done = refs.buffers.read_done.at[slot]
     rows, window = pl.ds(row, facts.write_rows), pl.ds(first, facts.write_tokens)
     fresh = [
         pltpu.make_async_copy(new.at[:, window], into.at[slot], done)
-        for new, into in zip(refs.new, refs.fresh, strict=True)
+        for new, into in zip(refs.new, refs.buffers.fresh, strict=True)
     ]
     old = [
         pltpu.make_async_copy(pages.at[page, :, rows], into.at[slot], done)
-        for pages, into in zip(refs.pages, refs.runs, strict=True)
+        for pages, into in zip(refs.pages, refs.buffers.runs, strict=True)
     ]
     return fresh, old
 
@@ -132,6 +156,10 @@ def _start_read(schedule: Schedule, refs: WriteRefs, cursor: Cursor, slot: jax.A
     def _() -> None:
         for copy in old:
             copy.start()
+
+    if refs.scales is not None:
+        page = _place(schedule, refs, cursor)[0]
+        tpu_scales.start_read(schedule, refs.scales, cursor, page, slot)
 
 
 def _merge(schedule: Schedule, refs: WriteRefs, cursor: Cursor, slot: jax.Array) -> None:
@@ -156,7 +184,7 @@ def _merge(schedule: Schedule, refs: WriteRefs, cursor: Cursor, slot: jax.Array)
     is_new = (position >= tokens.position) & (position < tokens.position + tokens.num_rows)
 
     def put(head: jax.Array, _: None) -> None:
-        for run, source in zip(refs.runs, refs.fresh, strict=True):
+        for run, source in zip(refs.buffers.runs, refs.buffers.fresh, strict=True):
             heads = source.at[slot, head]
             parts = [
                 heads[pl.ds(part, facts.write_rows, stride=layout.pack)].reshape(shape)
@@ -170,6 +198,8 @@ def _merge(schedule: Schedule, refs: WriteRefs, cursor: Cursor, slot: jax.Array)
     page, row = _place(schedule, refs, cursor)
     for copy in _write_copies(schedule, refs, page, row, slot):
         copy.start()
+    if refs.scales is not None:
+        tpu_scales.merge(schedule, refs.scales, cursor, page, slot)
 
 
 def _write_copies(
@@ -177,8 +207,10 @@ def _write_copies(
 ) -> list[Any]:
     rows = pl.ds(row, schedule.plan.facts.write_rows)
     return [
-        pltpu.make_async_copy(run.at[slot], pages.at[page, :, rows], refs.write_done.at[slot])
-        for run, pages in zip(refs.runs, refs.pages, strict=True)
+        pltpu.make_async_copy(
+            run.at[slot], pages.at[page, :, rows], refs.buffers.write_done.at[slot]
+        )
+        for run, pages in zip(refs.buffers.runs, refs.pages, strict=True)
     ]
 
 
@@ -186,3 +218,5 @@ def _finish_write(schedule: Schedule, refs: WriteRefs, slot: jax.Array) -> None:
     """Waits until the run that was in a slot is written; only the size of a copy matters here."""
     for copy in _write_copies(schedule, refs, jnp.int32(0), jnp.int32(0), slot):
         copy.wait()
+    if refs.scales is not None:
+        tpu_scales.finish(refs.scales, slot)

@@ -10,12 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.errors import KernelError
-from pallas_kernels.paged_attention import cases, tpu, tpu_blocks
+from pallas_kernels.paged_attention import cases, tpu, tpu_blocks, tpu_call
 from pallas_kernels.paged_attention.reference import KVPages, PagedBatch
 from pallas_kernels.paged_attention.tpu_blocks import Blocks, Facts
-from pallas_kernels.paged_attention.tpu_layout import HEAD_SIZES, from_pages, page_shape, to_pages
+from pallas_kernels.paged_attention.tpu_layout import (
+    HEAD_SIZES,
+    from_pages,
+    from_scales,
+    page_shape,
+    scale_shape,
+    to_pages,
+    to_scales,
+)
+from pallas_kernels.paged_attention.tpu_schedule import Plan
 
 LLAMA = Facts(
     num_rows=512,
@@ -39,12 +49,15 @@ CALL = {
 
 #: KV heads, head size, page size, dtype: the smallest block, 384 tokens, takes 48 MiB.
 TOO_LARGE = (32, 256, 48, "float32")
+SIZES_AND_DTYPES = [
+    *((size, dtype) for size in (16, 48, 256) for dtype in ("float32", "bfloat16")),
+    *((size, "int8") for size in (16, 64, 256)),
+]
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-@pytest.mark.parametrize("page_size", [16, 48, 256])
+@pytest.mark.parametrize(("page_size", "dtype"), SIZES_AND_DTYPES)
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 1), (1, 71), (3, 3), (8, 4), (32, 1)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_rule_fits(
     head_size: int, page_size: int, num_kv_heads: int, group: int, dtype: str
 ) -> None:
@@ -57,7 +70,7 @@ def test_the_rule_fits(
             head_size=head_size,
             page_size=page_size,
             page_dtype=np.dtype(dtype),
-            compute_dtype=np.dtype(dtype),
+            compute_dtype=np.dtype(jnp.bfloat16 if dtype == "int8" else dtype),
         )
         blocks = tpu_blocks.rule(facts)
         if (num_kv_heads, head_size, page_size, dtype) == TOO_LARGE:
@@ -65,6 +78,29 @@ def test_the_rule_fits(
         tpu_blocks.check(blocks, facts)
         assert blocks.tile_tokens <= num_rows
         assert blocks.block_tokens % page_size == 0
+
+
+@pytest.mark.parametrize("page_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_every_buffer_is_counted(page_dtype: str, head_size: int, with_lse: bool) -> None:
+    """What a call allocates is what was computed beforehand, less what only values take."""
+    facts = dataclasses.replace(
+        LLAMA, page_dtype=np.dtype(page_dtype), head_size=head_size, with_lse=with_lse
+    )
+    blocks = tpu_blocks.rule(facts)
+    plan = Plan(facts=facts, blocks=blocks, scale=1.0, window=None, soft_cap=None, has_sinks=False)
+    buffers = [
+        buffer
+        for buffer in jax.tree.leaves(tpu_call.scratch(plan))
+        if getattr(buffer, "memory_space", None) == pltpu.MemorySpace.VMEM
+    ]
+    allocated = sum(np.prod(each.shape) * np.dtype(each.dtype).itemsize for each in buffers)
+    counted = sum(tpu_blocks.vmem_bytes(blocks, facts).values())
+    rows = blocks.block_tokens // facts.layout.pack
+    of_values = 3 * facts.rows(blocks.tile_tokens) * facts.layout.pack * rows * 4
+    of_values += 2 * rows * facts.layout.lanes * facts.compute_dtype.itemsize
+    assert counted == allocated + of_values
 
 
 @pytest.mark.parametrize(
@@ -126,8 +162,22 @@ def test_only_odd_head_sizes_cost_memory() -> None:
         assert np.prod(page_shape(10, 2, 16, head_size)) == 10 * 2 * 16 * head_size
 
 
-def test_refuses_nothing_that_was_compiled() -> None:
-    assert tpu.refusals(**CALL) == []
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+def test_scales_fill_their_lanes(head_size: int, page_size: int) -> None:
+    leaf = jnp.arange(3 * 2 * page_size, dtype=jnp.float32).reshape(3, 2, page_size)
+    moved = to_scales(leaf, head_size)
+    assert moved.shape == scale_shape(3, 2, page_size, head_size)
+    np.testing.assert_array_equal(from_scales(moved, page_size, head_size), leaf)
+    copies = moved.reshape(3, 2, -1, page_size)
+    assert (copies == copies[:, :, :1]).all()
+    # What the layout says that a token's scale takes.
+    assert moved.nbytes // leaf.size == {16: 32, 32: 16, 64: 8, 128: 4, 256: 4}[page_size]
+
+
+@pytest.mark.parametrize("page_dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+def test_refuses_nothing_that_was_compiled(page_dtype: str) -> None:
+    assert tpu.refusals(**(CALL | {"page_dtype": page_dtype})) == []  # type: ignore[arg-type]
 
 
 def test_refuses_what_never_fits_vmem() -> None:
@@ -143,7 +193,14 @@ def test_refuses_what_never_fits_vmem() -> None:
     [
         ({"platform": "gpu"}, "it runs on tpu, not on gpu"),
         ({"dtype": "float16"}, "q, k and v of float16 are not among float32, bfloat16"),
-        ({"page_dtype": "int8"}, "pages of int8 are not among float32, bfloat16"),
+        (
+            {"page_dtype": "int4"},
+            "pages of int4 are not among float32, bfloat16, int8, float8_e4m3fn",
+        ),
+        (
+            {"page_dtype": "int8", "page_size": 48},
+            "page size 48 is not a power of two, which the scales of int8 pages need",
+        ),
         ({"num_heads": 30}, "30 query heads do not share 8 KV heads evenly"),
         ({"head_size": 72}, "head size 72 is not among 64, 80, 96, 128, 256"),
         ({"page_size": 8}, "page size 8 is not a multiple of 16 up to 256"),

@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-from pallas_kernels.paged_attention import cases, tpu
+from pallas_kernels.paged_attention import api, cases, tpu
 from pallas_kernels.paged_attention.cases import Case
-from pallas_kernels.paged_attention.reference import KVPages, PagedBatch
+from pallas_kernels.paged_attention.reference import QUANTISED, PagedBatch
 
 pytestmark = pytest.mark.compile
 
@@ -54,14 +54,53 @@ CORNERS = (
     _mixed("one-row", (8, 2, 128), q_lens=(1,), kv_lens=(7,)),
     _mixed("prefill-2048", (32, 8, 128), q_lens=(2048,), kv_lens=(6000,), page_size=64),
 )
-CASES = {case.name: case for case in (*cases.FULL, *CORNERS)}
+#: Pages of 8 bits, from the smallest to the largest.
+EIGHT_BITS = (
+    *(_mixed(f"llama-3.1-8b-p{size}", cases.LLAMA_8B, page_size=size) for size in (16, 32, 128)),
+    *(_mixed(f"smollm2-p{size}", cases.SMOLLM2, page_size=size) for size in (16, 64, 256)),
+    _mixed("gemma-3-270m-p64", cases.GEMMA3_270M, page_size=64, window=512),
+    _mixed("gemma-3-270m-p256", cases.GEMMA3_270M, page_size=256),
+    _mixed("phi-2-p32", (32, 32, 80), page_size=32),
+    _mixed("odd-heads", (15, 5, 128), page_size=128, window=30, soft_cap=9.0, sinks=True),
+)
+CASES = {case.name: case for case in (*cases.FULL, *CORNERS, *EIGHT_BITS)}
 #: dtypes of q, k and v, and of the pages.
-DTYPES = [("bfloat16", "bfloat16"), ("float32", "float32"), ("bfloat16", "float32")]
-OTHER_DTYPES = ("gpt2", "phi-2", "gemma-2-9b", "gpt-oss-20b", "llama-3.1-8b-on-8-chips")
-#: (case, dtype, page dtype): all in bfloat16, some in others too.
-CALLS = [(name, *DTYPES[0]) for name in CASES] + [
-    (name, *dtypes) for name in OTHER_DTYPES for dtypes in DTYPES[1:]
+PLAIN = ("bfloat16", "bfloat16")
+OTHER_DTYPES = [("float32", "float32"), ("bfloat16", "float32")]
+IN_OTHER_DTYPES = ("gpt2", "phi-2", "gemma-2-9b", "gpt-oss-20b", "llama-3.1-8b-on-8-chips")
+#: (case, dtype, page dtype): all in bfloat16 or in 8 bits, some in others too.
+CALLS = [
+    *((case.name, *PLAIN) for case in (*cases.FULL, *CORNERS)),
+    *((name, *dtypes) for name in IN_OTHER_DTYPES for dtypes in OTHER_DTYPES),
+    *((case.name, "bfloat16", dtype) for case in EIGHT_BITS for dtype in QUANTISED),
+    ("gpt-oss-20b", "float32", "int8"),
+    ("llama-3.1-8b-p32", "float32", "float8_e4m3fn"),
 ]
+#: Those that return log-sums too.
+LSE_CALLS = [
+    ("llama-3.1-8b-decode-8x1024", *PLAIN),
+    ("gpt-oss-20b", *PLAIN),
+    ("gemma-3-270m-p64", "bfloat16", "int8"),
+]
+EVERY_CALL = [(chip, *call, False) for call in CALLS for chip in CHIPS] + [
+    (chip, *call, True) for call in LSE_CALLS for chip in CHIPS
+]
+#: What continuous integration compiles (chip, case, dtype, page dtype, log-sums): every head size
+#: but one, every dtype of pages, every option, decodes and prefill, on every chip some.
+IN_CI = {
+    ("v5e", "llama-3.1-8b-decode-8x1024", *PLAIN, False),
+    ("v5e", "smollm2-prefill-512@4000", *PLAIN, False),
+    ("v5e", "llama-3.1-8b-p32", "bfloat16", "int8", False),
+    ("v5e", "smollm2-p16", "bfloat16", "float8_e4m3fn", False),
+    ("v6e", "everything", *PLAIN, False),
+    ("v6e", "odd-heads", "bfloat16", "int8", False),
+    ("v6e", "gemma-3-270m-p256", "bfloat16", "float8_e4m3fn", False),
+    ("v6e", "gpt-oss-20b", *PLAIN, True),
+    ("7x", "llama-3.1-8b-on-8-chips", "float32", "float32", False),
+    ("7x", "smollm2-p64", "bfloat16", "int8", False),
+    ("7x", "gemma-3-270m-p64", "bfloat16", "int8", True),
+    ("7x", "llama-3.1-8b-p128", "bfloat16", "float8_e4m3fn", False),
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,7 +114,14 @@ def stand_ins(mesh: Mesh, case: Case, dtype: str, page_dtype: str) -> tuple[Any,
     here = functools.partial(compile_targets.on_every_chip, mesh)
     rows, sequences = sum(case.q_lens), len(case.q_lens)
     width = -(-max(case.kv_lens) // case.page_size)
-    shape = tpu.page_shape(num_pages(case), case.num_kv_heads, case.page_size, case.head_size)
+    leaves = api.pool_leaves(
+        num_pages(case),
+        case.num_kv_heads,
+        case.page_size,
+        case.head_size,
+        page_dtype,
+        implementation="tpu",
+    )
     batch = PagedBatch(
         here((sequences, width), jnp.int32),
         here((sequences + 1,), jnp.int32),
@@ -85,18 +131,20 @@ def stand_ins(mesh: Mesh, case: Case, dtype: str, page_dtype: str) -> tuple[Any,
         here((rows, case.num_heads, case.head_size), dtype),
         here((rows, case.num_kv_heads, case.head_size), dtype),
         here((rows, case.num_kv_heads, case.head_size), dtype),
-        KVPages(here(shape, page_dtype), here(shape, page_dtype)),
+        jax.tree.map(lambda leaf: here(leaf.shape, leaf.dtype), leaves),
         batch,
         here((case.num_heads,), jnp.float32) if case.sinks else None,
     )
 
 
-def compile_case(mesh: Mesh, case: Case, dtype: str, page_dtype: str) -> jax.stages.Compiled:
+def compile_case(
+    mesh: Mesh, case: Case, dtype: str, page_dtype: str, *, with_lse: bool = False
+) -> jax.stages.Compiled:
+    function = tpu.paged_attention_with_lse if with_lse else tpu.paged_attention
+
     def call(*arguments: Any) -> Any:
         *others, sinks = arguments
-        return tpu.paged_attention(
-            *others, scale=0.1, window=case.window, soft_cap=case.soft_cap, sinks=sinks
-        )
+        return function(*others, scale=0.1, window=case.window, soft_cap=case.soft_cap, sinks=sinks)
 
     arguments = stand_ins(mesh, case, dtype, page_dtype)
     return compile_targets.compile_for(mesh, jax.jit(call, donate_argnums=3), *arguments)
@@ -108,27 +156,42 @@ def num_pages(case: Case) -> int:
 
 
 def pool_bytes(case: Case, page_dtype: str) -> int:
-    """Of both leaves; for head sizes that fill lanes, not a byte more than the numbers take."""
+    """Of all leaves; for head sizes that fill lanes, not a byte more than the numbers take."""
     stored = {80: 128, 96: 128}.get(case.head_size, case.head_size)
-    tokens = num_pages(case) * case.page_size
-    return 2 * tokens * case.num_kv_heads * stored * jnp.dtype(page_dtype).itemsize
+    a_token = stored * jnp.dtype(page_dtype).itemsize
+    if page_dtype in QUANTISED:
+        a_token += {16: 32, 32: 16, 64: 8, 128: 4, 256: 4}[case.page_size]
+    return 2 * num_pages(case) * case.page_size * case.num_kv_heads * a_token
 
 
-def staging_bytes(case: Case) -> int:
+def staging_bytes(case: Case, *, with_lse: bool) -> int:
     """Queries and results in float32, head by head, lanes filled; tiles may overhang the end."""
-    lanes = 256 if case.head_size == 256 else 128
+    lanes = (256 if case.head_size == 256 else 128) + (128 if with_lse else 0)
     rows = (sum(case.q_lens) + 128) * case.num_heads + 2 * sum(case.q_lens) * case.num_kv_heads
     return 2 * rows * lanes * 4
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize(("name", "dtype", "page_dtype"), CALLS)
-def test_compiles_in_place(chip: str, name: str, dtype: str, page_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("chip", "name", "dtype", "page_dtype", "with_lse"),
+    [
+        pytest.param(*call, marks=pytest.mark.compile_ci if call in IN_CI else [])
+        for call in EVERY_CALL
+    ],
+)
+def test_compiles_in_place(
+    chip: str, name: str, dtype: str, page_dtype: str, with_lse: bool
+) -> None:
     case = CASES[name]
     mesh = compile_targets.one_chip(CHIPS[chip])
-    memory = compile_case(mesh, case, dtype, page_dtype).memory_analysis()
+    program = compile_case(mesh, case, dtype, page_dtype, with_lse=with_lse)
+    memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == pool_bytes(case, page_dtype)
-    assert memory.temp_size_in_bytes <= staging_bytes(case) + 2 * MEBIBYTE
+    limit = staging_bytes(case, with_lse=with_lse) + 2 * MEBIBYTE
+    assert memory.temp_size_in_bytes <= limit
+
+
+def test_continuous_integration_compiles_what_is_there() -> None:
+    assert set(EVERY_CALL) >= IN_CI
 
 
 def test_the_largest_tables_fit_scalar_memory() -> None:
@@ -146,6 +209,7 @@ def test_the_largest_tables_fit_scalar_memory() -> None:
     assert memory.alias_size_in_bytes == pool_bytes(case, "bfloat16")
 
 
+@pytest.mark.compile_ci
 def test_a_copy_of_the_pool_would_be_seen() -> None:
     """The general layout with 64 lanes is copied by XLA, and the numbers above would tell."""
     mesh = compile_targets.one_chip(CHIPS["v5e"])
