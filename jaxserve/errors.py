@@ -13,7 +13,8 @@
     │   └── NotFoundError           unknown model, adapter or route (HTTP 404)
     ├── RefusedError            the request was right but is not taken now (HTTP 429)
     └── EngineError             the engine cannot answer
-        └── EngineGoneError         it died, is restarting or does not answer (HTTP 503)
+        ├── EngineGoneError         it died, is restarting or does not answer (HTTP 503)
+        └── DeviceLostError         a part of what it runs on is gone for good
 
 Messages are one line: what is wrong, with its value, then the way out. `checkpoints` and
 `pallas_kernels` know nothing of jaxserve; `checkpoints.errors` holds the bases that
@@ -107,6 +108,10 @@ class EngineGoneError(EngineError):
     """The engine died, is restarting, or does not answer."""
 
     status = 503
+
+
+class DeviceLostError(EngineError):
+    """A part of what the engine runs on is gone: no later step can succeed, either."""
 
 
 #: What the command line prints without a traceback.

@@ -2,7 +2,8 @@
 
 The parent imports neither jax nor gevent. It holds the port from the first moment, says `ready`
 once a request would be answered, restarts what dies, and on SIGTERM drains: workers first, engine
-last. A second SIGTERM or Ctrl-C ends everything at once. The children die with it.
+last. A second SIGTERM or Ctrl-C ends everything at once. The children die with it. An engine over
+several hosts is not started again, since its other processes end with it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from types import FrameType
 import msgspec
 
 from checkpoints.resolve import resolve_model
-from jaxserve.config import EngineConfig, ServerConfig, cache_folder
+from jaxserve.config import EngineConfig, HostsConfig, ServerConfig, cache_folder
 from jaxserve.errors import ResourceError
 from server.children import USAGE_ERROR_EXIT, USER_ERROR_EXIT, Child
 from server.settings import FrontSettings
@@ -36,9 +37,11 @@ def serve(
     server: ServerConfig,
     engine_command: list[str] | None = None,
     front_app: str = FRONT_APP,
+    hosts: HostsConfig | None = None,
 ) -> int:
     """Serves until it is told to stop. Returns the exit code.
 
+    hosts: what the engine leads, if it spans several.
     engine_command: another engine than ours; started with `--address` and `--config` added.
     front_app: what gunicorn loads.
     Raises ResourceError if the port is in use or the host is not one of this machine's, and
@@ -56,7 +59,11 @@ def serve(
             engine=engine,
             server=server,
         )
-        return _Parent(settings, listener, engine_command or ENGINE_COMMAND, front_app).run()
+        command = [*(engine_command or ENGINE_COMMAND)]
+        several = hosts is not None and hosts.several
+        if several:
+            command += ["--hosts", msgspec.json.encode(hosts).decode()]
+        return _Parent(settings, listener, command, front_app, restart=not several).run()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -88,7 +95,10 @@ class _Parent:
         listener: socket.socket,
         engine_command: Sequence[str],
         front_app: str,
+        *,
+        restart: bool,
     ) -> None:
+        self._restart = restart
         self._settings = settings
         self._listener = listener
         self._address = listener.getsockname()
@@ -144,6 +154,10 @@ class _Parent:
         child.ended()
         if code in (USER_ERROR_EXIT, USAGE_ERROR_EXIT):
             return 2 if code == USAGE_ERROR_EXIT else 1
+        if child is self._engine and not self._restart:
+            _say(f"{child.name} ended with {_status(code)}; start the command again on all hosts")
+            self._drain()  # what is open has its error by now
+            return 1
         if child.crash_loop:
             words = f"; its last words: {child.last_line}" if child.last_line else ""
             _say(f"{child.name} ended {child.failures} times in a row, giving up{words}")

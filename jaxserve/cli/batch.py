@@ -14,10 +14,18 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jaxserve.cli.flags import add_model_flags, read_engine_config
+from jaxserve.cli.flags import (
+    add_hosts_flags,
+    add_model_flags,
+    read_engine_config,
+    read_hosts_config,
+)
+from jaxserve.cli.following import follow_leader
 from jaxserve.cli.loading import announce_loading
 from jaxserve.cli.parser import Parser, Subparsers, add_verb
 from jaxserve.config import EngineConfig, ServerConfig, cache_folder
+from jaxserve.engine.hosts.detect import find_hosts
+from jaxserve.engine.hosts.lead import Hosts, lead
 from jaxserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,17 +49,25 @@ def add_parser(verbs: Subparsers[Parser]) -> None:
         "on if OUT.jsonl is there",
     )
     add_model_flags(parser, without=("max_queue_len", "max_queued_tokens"))
+    add_hosts_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answers what is not answered yet. Bad lines are no failure of the run."""
+    """Answers what is not answered yet. Bad lines are no failure of the run.
+
+    Over several hosts only the first reads and writes the files; the others follow it.
+    """
     from jaxserve.offline.batch_input import open_input, read_lines
     from jaxserve.offline.batch_output import BatchOutput
     from jaxserve.offline.batch_run import BatchRun
 
     config = read_engine_config(options)
     limits = ServerConfig()
+    hosts = find_hosts(read_hosts_config(options))
+    if not hosts.leads:
+        return follow_leader(hosts, config, "info" if options.debug else "warning")
     with contextlib.ExitStack() as stack:
+        others = stack.enter_context(lead(hosts, config))
         file = stack.enter_context(open_input(options.input))
         if options.output.exists() and options.output.samefile(options.input):
             raise UsageError(f"{options.output} is the input, too; give the answers another file")
@@ -62,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         if output.done.count == total:
             print(f"{options.output} has all {total} answers already", file=sys.stderr)
             return 0
-        engine, api = _load(config, limits, debug=options.debug)
+        engine, api = _load(config, limits, others, debug=options.debug)
         with _Bar.show(total, output.done.count) as bar:
             batch = BatchRun(engine, api, output, bar, max_open=2 * config.max_num_seqs)
             batch.run(read_lines(file, max_bytes))
@@ -70,7 +86,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _load(config: EngineConfig, limits: ServerConfig, *, debug: bool) -> tuple[BatchEngine, Api]:
+def _load(
+    config: EngineConfig, limits: ServerConfig, others: Hosts, *, debug: bool
+) -> tuple[BatchEngine, Api]:
     with announce_loading(config, debug=debug):
         from checkpoints.assets import read_tokenizer_files
         from checkpoints.resolve import resolve_model
@@ -84,7 +102,7 @@ def _load(config: EngineConfig, limits: ServerConfig, *, debug: bool) -> tuple[B
         files = read_tokenizer_files(path)
         tokenizer, template = load_tokenizer(files), load_chat_template(files)
         config = dataclasses.replace(config, max_queue_len=NO_LIMIT, max_queued_tokens=NO_LIMIT)
-        engine, report = make_engine(config, path)
+        engine, report = make_engine(config, path, others)
         return engine, OpenAIApi(tokenizer, template, engine_info(report), limits)
 
 

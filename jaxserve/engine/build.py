@@ -33,12 +33,14 @@ from jaxserve.engine.compilation import CompilationLog
 from jaxserve.engine.compiling import ProgramMaker, temporary_bytes
 from jaxserve.engine.device_state import LoadedModel, device_state_maker
 from jaxserve.engine.engine import AdmissionLimits, Engine
+from jaxserve.engine.hosts.lead import Hosts, OneHost
 from jaxserve.engine.memory import MemoryPlan, free_bytes, page_bytes, plan_pages
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.program_store import ProgramStore
 from jaxserve.engine.report import EngineReport, log_report
 from jaxserve.engine.runner import DeviceRunner, RunnerShape
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.step_device import Device, StepDevice
 from jaxserve.errors import UsageError
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.layers.attention import PagedAttentionOp
@@ -55,12 +57,30 @@ logger = logging.getLogger("jaxserve.engine")
 
 
 def make_engine(
-    config: EngineConfig, model: pathlib.Path | None = None
+    config: EngineConfig, model: pathlib.Path | None = None, hosts: Hosts | None = None
 ) -> tuple[Engine, EngineReport]:
     """A ready engine: loaded, compiled, run once.
 
-    model: the files, when they were resolved already. Raises JaxserveError or CheckpointError.
+    model: the files, when they were resolved already. hosts: what `hosts.lead` gave, None for this
+    process alone. Raises JaxserveError or CheckpointError.
     """
+    device, report = make_device(config, model, hosts)
+    runner = DeviceRunner(device, _runner_shape(config, report))
+    runner.warm_up()
+    engine = _put_together(config, runner, report)
+    log_report(report)
+    report.compilation.mark_ready()
+    return engine, report
+
+
+def make_device(
+    config: EngineConfig, model: pathlib.Path | None = None, hosts: Hosts | None = None
+) -> tuple[Device, EngineReport]:
+    """The device's side of an engine, loaded and compiled: all that a follower needs.
+
+    Arguments and errors as of `make_engine`.
+    """
+    hosts = hosts or OneHost()
     config.validate()
     compilation = CompilationLog()
     compilation.start()
@@ -74,12 +94,14 @@ def make_engine(
         device, op, kernels = _load_kernels(config, device)
     with _timed(seconds, "plan"):
         memory = _plan_memory(config, device, op, buckets[-1], pages_per_sequence)
+        num_pages = hosts.agree(path, device, kernels, memory.num_pages)
+        if num_pages != memory.num_pages:
+            memory = dataclasses.replace(memory, num_pages=num_pages, limited_by="another host")
     capacity = (memory.num_pages - 1) * config.page_size
     if capacity < max_len:
         logger.warning("the pool holds %d tokens: requests are limited to that", capacity)
         max_len = capacity
         pages_per_sequence = memory.num_pages - 1
-    make_state = device_state_maker(config, device, memory.num_pages)
     with _timed(seconds, "compile"):
         maker = ProgramMaker(
             config=config,
@@ -90,19 +112,7 @@ def make_engine(
         )
         store = _open_store(maker, kernels)
         programs = maker.make_programs(buckets, store)
-    runner = DeviceRunner(
-        device.weights,
-        programs,
-        RunnerShape(
-            vocab_size=device.config.vocab_size,
-            max_num_seqs=config.max_num_seqs,
-            pages_per_sequence=pages_per_sequence,
-            eos_ids=frozenset(device.config.eos_ids),
-            limits=SamplingLimits(),
-        ),
-        make_state,
-    )
-    runner.warm_up()
+    make_state = device_state_maker(config, device, memory.num_pages)
     report = EngineReport(
         model=device.config,
         model_name=config.model_name,
@@ -119,10 +129,18 @@ def make_engine(
         seconds=seconds,
         page_size=config.page_size,
     )
-    engine = _put_together(config, runner, report)
-    log_report(report)
-    compilation.mark_ready()
-    return engine, report
+    return hosts.join_device(StepDevice(device.weights, programs, make_state)), report
+
+
+def _runner_shape(config: EngineConfig, report: EngineReport) -> RunnerShape:
+    return RunnerShape(
+        buckets=report.buckets,
+        vocab_size=report.model.vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        pages_per_sequence=-(-report.max_model_len // config.page_size),
+        eos_ids=frozenset(report.model.eos_ids),
+        limits=SamplingLimits(),
+    )
 
 
 def _put_together(config: EngineConfig, runner: DeviceRunner, report: EngineReport) -> Engine:
@@ -257,7 +275,7 @@ def _plan_memory(
     largest: Bucket,
     pages_per_sequence: int,
 ) -> MemoryPlan:
-    first = device.mesh.devices.flat[0]
+    first = device.mesh.local_devices[0]
     on_cpu = first.platform == "cpu"
     temporaries = 0
     if not on_cpu and config.num_pages is None and config.kv_memory_bytes is None:

@@ -24,7 +24,7 @@ from jaxserve.engine.programs import (
     make_sample,
     sample_arguments,
 )
-from jaxserve.engine.runner import Programs
+from jaxserve.engine.step_device import Programs
 from jaxserve.layers.attention import PagedAttentionOp
 from jaxserve.parallel.mesh import sharding
 from jaxserve.request import SamplingParams

@@ -16,7 +16,7 @@ from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 from jaxserve.engine.step_plan import ScheduledRow, StepPlan
-from jaxserve.errors import PromptTooLongError, RefusedError, RequestError
+from jaxserve.errors import DeviceLostError, PromptTooLongError, RefusedError, RequestError
 from jaxserve.request import FinishReason, GenerationRequest, TokenLogprobs, TokenOutput
 
 logger = logging.getLogger("jaxserve.engine")
@@ -281,8 +281,10 @@ class Engine:
             if sequence.status is SequenceStatus.RUNNING or sequence.num_pending
         ]
         self.scheduler.pool.forget_all()
-        if self._failures >= _MAX_FAILURES:
-            self.broken = f"{self._failures} steps in a row failed, the last with: {error}"
+        lost = isinstance(error, DeviceLostError)
+        if lost or self._failures >= _MAX_FAILURES:
+            failures = f"{self._failures} steps in a row failed, the last with: {error}"
+            self.broken = str(error) if lost else failures
             outputs += [
                 self._finish(sequence, FinishReason.ERROR, error=self.broken)
                 for sequence in list(self._sequences.values())

@@ -1,7 +1,7 @@
 """The engine process: `python -m jaxserve.engine.process --address ipc://... --config JSON`.
 
 Started by the server's launcher. Owns the devices; talks to front-end workers through
-`jaxserve.engine.link`. Exit codes: 0 after SIGTERM, 3 for what a restart cannot cure (a wrong
+`jaxserve.engine.link`, and to the engine processes of other hosts through `jaxserve.engine.hosts`. Exit codes: 0 after SIGTERM, 3 for what a restart cannot cure (a wrong
 model), 4 for a setting that cannot work; the last line on stderr says what. Anything else is a
 crash.
 """
@@ -17,8 +17,10 @@ import types
 
 import msgspec
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, HostsConfig
 from jaxserve.engine.build import make_engine
+from jaxserve.engine.hosts.ending import end_without_jax
+from jaxserve.engine.hosts.lead import lead
 from jaxserve.engine.link import EngineLink
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.report import EngineReport
@@ -34,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="jaxserve.engine.process")
     parser.add_argument("--address", required=True, help="where workers connect, ipc://...")
     parser.add_argument("--config", required=True, help="an EngineConfig as JSON")
+    parser.add_argument("--hosts", default="{}", help="a HostsConfig as JSON, without auto")
     parser.add_argument("--log-level", default="info")
     options = parser.parse_args(arguments)
     logging.basicConfig(
@@ -41,14 +44,23 @@ def main(arguments: list[str] | None = None) -> int:
     )
     logging.getLogger("jax").setLevel(logging.WARNING)
     config = msgspec.json.decode(options.config, type=EngineConfig)
+    hosts = msgspec.json.decode(options.hosts, type=HostsConfig)
     stop = _StopSignal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends us in order
     signal.signal(signal.SIGTERM, stop)
-    link = EngineLink(options.address)
+    code = _run(config, hosts, options.address, stop)
+    if hosts.several:
+        end_without_jax(code)
+    return code
+
+
+def _run(config: EngineConfig, hosts: HostsConfig, address: str, stop: _StopSignal) -> int:
+    link = EngineLink(address)
     try:
-        engine, report = make_engine(config)
-        stop.serving = True
-        EngineLoop(engine, link, engine_info(report), stop.event).run()
+        with lead(hosts, config) as others:
+            engine, report = make_engine(config, hosts=others)
+            stop.serving = True
+            EngineLoop(engine, link, engine_info(report), stop.event).run()
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

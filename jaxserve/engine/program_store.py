@@ -7,6 +7,8 @@ does not fit or cannot be read is compiled again; nothing else depends on this f
 
 Where jax's own cache is switched on, nothing is stored here: on CPUs an executable that came out of
 that cache loses its functions when it is serialised again, and only running it would show that.
+Nor is anything stored for GPUs of several hosts: these share what they measure while they compile,
+so that one which loads instead would leave the others waiting. Elsewhere every process has its own.
 """
 
 from __future__ import annotations
@@ -45,8 +47,10 @@ class ProgramStore:
     ) -> None:
         self.num_loaded = 0
         self._devices = list(devices)
+        self._used = jax.process_count() == 1 or devices[0].platform != "gpu"
         kinds = [(device.platform, device.device_kind, device.id) for device in devices]
-        parts = [_environment(), source_digest(), repr(kinds), *map(repr, facts)]
+        process = (jax.process_index(), jax.process_count())
+        parts = [_environment(), source_digest(), repr((kinds, process)), *map(repr, facts)]
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
         self._folder = folder / digest
 
@@ -62,6 +66,8 @@ class ProgramStore:
         arguments: stand-ins for the program's arguments. make_output: gives any value with the
         structure of its result. Both are needed because structures are not in the file.
         """
+        if not self._used:
+            return compile_program()
         path = self._folder / f"{name}.jaxexe"
         try:
             program: jax.stages.Compiled = serialize_executable.deserialize_and_load(
@@ -114,14 +120,16 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def _environment() -> str:
-    cpu = ""
+def processor() -> str:
+    """Model and instruction sets of this machine's processor; empty where Linux does not tell."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().split("\n\n")[0].splitlines()
-        cpu = " ".join(
-            line for line in lines if line.startswith(("flags", "Features", "model name"))
-        )
+    if not cpuinfo.exists():
+        return ""
+    lines = cpuinfo.read_text().split("\n\n")[0].splitlines()
+    return " ".join(line for line in lines if line.startswith(("flags", "Features", "model name")))
+
+
+def _environment() -> str:
     return " ".join(
         (
             sys.version,
@@ -129,7 +137,7 @@ def _environment() -> str:
             jaxlib.version.__version__,
             platform.platform(),
             platform.machine(),
-            cpu,
+            processor(),
             os.environ.get("XLA_FLAGS", ""),
             str(os.cpu_count()),
         )

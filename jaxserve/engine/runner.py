@@ -1,28 +1,27 @@
-"""Runs steps on the device (steps 6 and 7). Knows arrays and slots, no policy.
+"""Turns a step's plan into the device's inputs, and its result into tokens (steps 6 and 7).
 
-`dispatch` fills two packed arrays from a plan and hands them to the bucket's programs; `read` is
-the only place in which the host waits for the device.
+`dispatch` fills two packed arrays from a plan and hands them to the bucket's programs
+(`step_device.py`); `read` is the only place in which the host waits for the device. Knows arrays
+and slots, no policy.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 
-import jax
 import numpy as np
 
 from jaxserve.engine.buckets import Bucket, choose_bucket
 from jaxserve.engine.engine import SampledRow
-from jaxserve.engine.programs import StepShape, Weights, forward_layout, sample_layout
+from jaxserve.engine.programs import StepShape, forward_layout, sample_layout
 from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.step_device import Device
 from jaxserve.engine.step_plan import ScheduledRow, StepPlan
 from jaxserve.request import GenerationRequest, TokenLogprobs
 from jaxserve.sampling.arrays import RowEntry, RowTemplate, row_arrays, row_template
 from jaxserve.sampling.limits import SamplingLimits, check_limits
 from jaxserve.sampling.sampler import SampleResult
-from jaxserve.sampling.state import SamplingState, needs_reset, slot_reset
-from pallas_kernels.paged_attention.reference import KVPages
+from jaxserve.sampling.state import needs_reset, slot_reset
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +33,10 @@ class StepHandle:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Programs:
-    """Everything compiled: see `programs`; `reset_slot` renews one slot of the sampling state."""
-
-    forward: Mapping[Bucket, jax.stages.Compiled]
-    sample: Mapping[int, jax.stages.Compiled]
-    reset_slot: jax.stages.Compiled
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerShape:
-    """Fixed sizes of one engine."""
+    """Fixed sizes of one engine. buckets: those that are compiled, from small to large."""
 
+    buckets: tuple[Bucket, ...]
     vocab_size: int
     max_num_seqs: int
     pages_per_sequence: int
@@ -54,30 +45,22 @@ class RunnerShape:
 
 
 class DeviceRunner:
-    """Holds the weights and the device's mutable state; see `jaxserve.engine.engine.StepRunner`."""
+    """Turns plans into packed inputs and results into rows; see `engine.StepRunner`."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        programs: Programs,
-        shape: RunnerShape,
-        make_device_state: Callable[[], tuple[KVPages, SamplingState]],
-    ) -> None:
+    def __init__(self, device: Device, shape: RunnerShape) -> None:
         self.vocab_size = shape.vocab_size
-        self._weights = weights
-        self._programs = programs
+        self._device = device
         self._shape = shape
-        self._buckets = tuple(programs.forward)
         self._layouts = {
             bucket: forward_layout(
                 StepShape(bucket=bucket, pages_per_sequence=shape.pages_per_sequence)
             )
-            for bucket in self._buckets
+            for bucket in shape.buckets
         }
-        self._sample_layouts = {rows: sample_layout(rows) for rows in programs.sample}
+        self._sample_layouts = {
+            rows: sample_layout(rows) for rows in {b.rows for b in shape.buckets}
+        }
         self._templates: dict[int, RowTemplate] = {}
-        self._make_device_state = make_device_state
-        self._pages, self._sampling = make_device_state()
 
     def check_request(self, request: GenerationRequest) -> None:
         """Raises RequestError where the request exceeds the sampler's arrays."""
@@ -89,25 +72,22 @@ class DeviceRunner:
 
     def reset(self) -> None:
         """New pages and sampling state, all empty."""
-        self._pages, self._sampling = self._make_device_state()
+        self._device.renew()
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Starts the step; does not wait for it."""
         for sequence in plan.admitted:
             self._take_slot(sequence)
         bucket = self._bucket(plan)
-        packed = self._pack_forward(bucket, plan.rows)
-        self._pages, logits = self._programs.forward[bucket](
-            self._weights, self._pages, self._sampling.last_token, packed
-        )
-        packed = self._pack_sample(bucket.rows, plan.rows)
-        self._sampling, result = self._programs.sample[bucket.rows](logits, self._sampling, packed)
-        return StepHandle(plan=plan, result=result)
+        forward = self._pack_forward(bucket, plan.rows)
+        sample = self._pack_sample(bucket.rows, plan.rows)
+        return StepHandle(plan=plan, result=self._device.run(bucket, forward, sample))
 
     def read(self, handle: StepHandle) -> list[SampledRow]:
         """Waits for a step and returns one entry per row of its plan."""
         rows, result = handle.plan.rows, handle.result
-        tokens, ok = np.asarray(result.tokens).tolist(), np.asarray(result.ok).tolist()
+        read = self._device.read
+        tokens, ok = read(result.tokens).tolist(), read(result.ok).tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if any(row.sequence.request.sampling.logprobs is not None for row in rows):
             logprobs = self._read_logprobs(rows, result, tokens)
@@ -121,7 +101,7 @@ class DeviceRunner:
         self.read(self.dispatch(StepPlan()))
 
     def _bucket(self, plan: StepPlan) -> Bucket:
-        return choose_bucket(self._buckets, plan.num_tokens, len(plan.rows))
+        return choose_bucket(self._shape.buckets, plan.num_tokens, len(plan.rows))
 
     def _take_slot(self, sequence: Sequence) -> None:
         request = sequence.request
@@ -141,7 +121,7 @@ class DeviceRunner:
             vocab_size=self.vocab_size,
             limits=self._shape.limits,
         )
-        self._sampling = self._programs.reset_slot(self._sampling, reset)
+        self._device.reset_slot(reset)
 
     def _pack_forward(self, bucket: Bucket, rows: list[ScheduledRow]) -> np.ndarray:
         packed, views = self._layouts[bucket].make_buffer()
@@ -186,8 +166,9 @@ class DeviceRunner:
     def _read_logprobs(
         self, rows: list[ScheduledRow], result: SampleResult, tokens: list[int]
     ) -> list[TokenLogprobs | None]:
-        chosen = np.asarray(result.logprob)
-        top_ids, top_logprobs = np.asarray(result.top_ids), np.asarray(result.top_logprobs)
+        read = self._device.read
+        chosen, top_ids = read(result.logprob), read(result.top_ids)
+        top_logprobs = read(result.top_logprobs)
         out: list[TokenLogprobs | None] = []
         for index, row in enumerate(rows):
             wanted = row.sequence.request.sampling.logprobs

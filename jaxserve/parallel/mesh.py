@@ -41,7 +41,8 @@ REPLICATED_IF_UNEVEN = frozenset({"vocab"})
 def make_mesh(tensor_parallel: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh ("data", "tensor") of shape [1, tensor_parallel] over the first of `devices`.
 
-    devices None: all that jax has. Raises ResourceError when there are too few.
+    devices None: all that jax has, on all hosts. Raises ResourceError when there are too few, and
+    UsageError when a host would have none of them.
     """
     if tensor_parallel < 1:
         raise UsageError(f"--tensor-parallel is {tensor_parallel}; it must be at least 1")
@@ -50,6 +51,15 @@ def make_mesh(tensor_parallel: int, devices: Sequence[jax.Device] | None = None)
         raise ResourceError(
             f"--tensor-parallel is {tensor_parallel} but there are {len(found)} "
             f"{found[0].platform if found else ''} devices; use at most {len(found)}"
+        )
+    idle = {one.process_index for one in found} - {
+        one.process_index for one in found[:tensor_parallel]
+    }
+    if idle:
+        raise UsageError(
+            f"--tensor-parallel is {tensor_parallel}, which leaves process {min(idle)} without a "
+            f"part of the model; all processes together have {len(found)} devices: use that many, "
+            "or fewer processes"
         )
     grid = np.array(found[:tensor_parallel], dtype=object).reshape(1, tensor_parallel)
     return Mesh(grid, (DATA_AXIS, TENSOR_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))

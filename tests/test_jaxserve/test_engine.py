@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxserve.engine.engine import AdmissionLimits, Engine, SampledRow
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.errors import PromptTooLongError, RefusedError, RequestError
+from jaxserve.errors import DeviceLostError, PromptTooLongError, RefusedError, RequestError
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
 
@@ -284,6 +284,21 @@ def test_a_failing_step_ends_its_requests_with_an_error_and_others_go_on():
     assert "on fire" in outputs["bad"][-1].error
     assert tokens_of(outputs["later"]) == expected([2] * 4, 3)
     assert engine.broken is None
+
+
+def test_a_device_that_is_lost_ends_everything_at_once():
+    engine, runner = make_engine(slots=1)
+
+    def lose(plan):
+        raise DeviceLostError("process 3 is gone")
+
+    for name in ("running", "waiting"):
+        engine.add(request(name, [1] * 4, max_tokens=3))
+    runner.dispatch, runner.reset = lose, None  # there is nothing left to reset
+    outputs = run(engine)
+    assert set(outputs) == {"running", "waiting"}
+    assert all("process 3 is gone" in pieces[-1].error for pieces in outputs.values())
+    assert engine.broken == "process 3 is gone"
 
 
 def test_logits_that_are_not_numbers_end_only_their_own_request():

@@ -1,0 +1,85 @@
+"""Runs a step's compiled programs on packed inputs (steps 6 and 7). Knows neither plans nor requests.
+
+What a step needs of the device is four calls, so that an engine over several hosts can have every
+host make the same calls (`hosts/`): there the leader's `Device` tells the others first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from jaxserve.engine.buckets import Bucket
+from jaxserve.engine.programs import Weights
+from jaxserve.sampling.sampler import SampleResult
+from jaxserve.sampling.state import SamplingState, SlotReset
+from pallas_kernels.paged_attention.reference import KVPages
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """Everything compiled: see `programs`; `reset_slot` renews one slot of the sampling state."""
+
+    forward: Mapping[Bucket, jax.stages.Compiled]
+    sample: Mapping[int, jax.stages.Compiled]
+    reset_slot: jax.stages.Compiled
+
+
+class Device(Protocol):
+    """The calls. `run`, `reset_slot` and `renew` return before the device is done."""
+
+    def run(self, bucket: Bucket, forward: np.ndarray, sample: np.ndarray) -> SampleResult:
+        """One step: the packed inputs of `programs.forward_layout` and `sample_layout`."""
+        ...
+
+    def reset_slot(self, reset: SlotReset) -> None:
+        """Renews one slot of the sampling state."""
+        ...
+
+    def renew(self) -> None:
+        """New pages and sampling state, all empty."""
+        ...
+
+    def read(self, array: jax.Array) -> np.ndarray:
+        """Waits for one array of a step's result."""
+        ...
+
+
+class StepDevice:
+    """Holds the weights and the device's mutable state of this process; see `Device`."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        programs: Programs,
+        make_device_state: Callable[[], tuple[KVPages, SamplingState]],
+    ) -> None:
+        self._weights = weights
+        self._programs = programs
+        self._make_device_state = make_device_state
+        self._pages, self._sampling = make_device_state()
+
+    def run(self, bucket: Bucket, forward: np.ndarray, sample: np.ndarray) -> SampleResult:
+        """See `Device`."""
+        self._pages, logits = self._programs.forward[bucket](
+            self._weights, self._pages, self._sampling.last_token, forward
+        )
+        result: SampleResult
+        self._sampling, result = self._programs.sample[bucket.rows](logits, self._sampling, sample)
+        return result
+
+    def reset_slot(self, reset: SlotReset) -> None:
+        """See `Device`."""
+        self._sampling = self._programs.reset_slot(self._sampling, reset)
+
+    def renew(self) -> None:
+        """See `Device`."""
+        self._pages, self._sampling = self._make_device_state()
+
+    def read(self, array: jax.Array) -> np.ndarray:
+        """See `Device`."""
+        return np.asarray(array)
