@@ -52,6 +52,7 @@ CORNERS = (
     _mixed("gemma-2-9b", (16, 8, 256), page_size=48, soft_cap=50.0, window=4096),
     _mixed("everything", (6, 3, 80), page_size=112, soft_cap=9.0, window=30, sinks=True),
     _mixed("one-row", (8, 2, 128), q_lens=(1,), kv_lens=(7,)),
+    _mixed("128-users", cases.LLAMA_8B, q_lens=(1,) * 128, kv_lens=(2048,) * 128),
     _mixed("prefill-2048", (32, 8, 128), q_lens=(2048,), kv_lens=(6000,), page_size=64),
 )
 #: Pages of 8 bits, from the smallest to the largest.
@@ -88,7 +89,7 @@ EVERY_CALL = [(chip, *call, False) for call in CALLS for chip in CHIPS] + [
 #: What continuous integration compiles (chip, case, dtype, page dtype, log-sums): every head size
 #: but one, every dtype of pages, every option, decodes and prefill, on every chip some.
 IN_CI = {
-    ("v5e", "llama-3.1-8b-decode-8x1024", *PLAIN, False),
+    ("v5e", "128-users", *PLAIN, False),
     ("v5e", "smollm2-prefill-512@4000", *PLAIN, False),
     ("v5e", "llama-3.1-8b-p32", "bfloat16", "int8", False),
     ("v5e", "smollm2-p16", "bfloat16", "float8_e4m3fn", False),
