@@ -39,5 +39,6 @@ if [ -e jaxserve-source ]; then mv jaxserve-source jaxserve-source.old; fi
 mv jaxserve-source.new jaxserve-source
 rm -rf jaxserve-source.old jaxserve-source.tar.gz'
 copy_in "$archive" jaxserve-source.tar.gz
-on_hosts all bash -c "${unpack//$'\n'/; }"
+newline=$'\n'
+on_hosts all bash -c "${unpack//$newline/; }"
 say "copied $(tr -cd '\0' <"$TEMPORARY/files" | wc -c | tr -d ' ') files to $HOSTS host(s) of $TPU_NAME"

@@ -7,24 +7,28 @@ import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
-from fake_cloud import FakeCloud
+from fake_cloud import FakeCloud, make_checkout
+
+MakeCloud = Callable[..., FakeCloud]
 
 
 @pytest.fixture(scope="session")
-def tools() -> None:
-    """Skips where the scripts cannot run."""
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A checkout to be copied. Skips where the scripts cannot run."""
     missing = [tool for tool in ("bash", "git", "setsid", "tar") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"tpu_scripts are bash scripts for a Linux host: no {', '.join(missing)} here")
+    return make_checkout(tmp_path_factory.mktemp("checkout") / "checkout")
 
 
 @pytest.fixture
-def make_cloud(tools: None, tmp_path: pathlib.Path) -> Iterator[Callable[..., FakeCloud]]:
+def make_cloud(checkout: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[MakeCloud]:
     """Makes a cloud; see FakeCloud. What it started ends with the test."""
     made: list[FakeCloud] = []
 
-    def make(**options: object) -> FakeCloud:
-        made.append(FakeCloud(tmp_path / f"cloud{len(made)}", **options))  # type: ignore[arg-type]
+    def make(*, hosts: int = 1, execute: bool = False) -> FakeCloud:
+        folder = tmp_path / f"cloud{len(made)}"
+        made.append(FakeCloud(folder, checkout, hosts=hosts, execute=execute))
         return made[-1]
 
     yield make
@@ -33,15 +37,17 @@ def make_cloud(tools: None, tmp_path: pathlib.Path) -> Iterator[Callable[..., Fa
 
 
 @pytest.fixture
-def cloud(make_cloud: Callable[..., FakeCloud]) -> FakeCloud:
+def cloud(make_cloud: MakeCloud) -> FakeCloud:
     """One host; commands on it are recorded, not run."""
     return make_cloud()
 
 
 @pytest.fixture(scope="session")
-def host_after_setup(tools: None, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def host_after_setup(
+    checkout: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> pathlib.Path:
     """Home folder of a host that setup.sh has been through; to be copied."""
-    cloud = FakeCloud(tmp_path_factory.mktemp("after_setup") / "cloud", execute=True)
+    cloud = FakeCloud(tmp_path_factory.mktemp("after_setup") / "cloud", checkout, execute=True)
     cloud.have_node()
     result = cloud.run("setup.sh")
     assert result.returncode == 0, result.stderr
@@ -49,9 +55,7 @@ def host_after_setup(tools: None, tmp_path_factory: pytest.TempPathFactory) -> p
 
 
 @pytest.fixture
-def make_ready(
-    make_cloud: Callable[..., FakeCloud], host_after_setup: pathlib.Path
-) -> Callable[..., FakeCloud]:
+def make_ready(make_cloud: MakeCloud, host_after_setup: pathlib.Path) -> MakeCloud:
     """Makes a cloud with that many hosts, READY and set up; commands run on them."""
 
     def make(hosts: int, accelerator: str) -> FakeCloud:
@@ -66,6 +70,6 @@ def make_ready(
 
 
 @pytest.fixture
-def ready(make_ready: Callable[..., FakeCloud]) -> FakeCloud:
+def ready(make_ready: MakeCloud) -> FakeCloud:
     """One host that is READY and set up."""
     return make_ready(1, "v6e-8")

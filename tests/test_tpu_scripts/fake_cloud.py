@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import host_stubs
@@ -49,9 +50,17 @@ def make_checkout(folder: pathlib.Path) -> pathlib.Path:
 class FakeCloud:
     """Runs the scripts of a checkout against the stand-in for gcloud."""
 
-    def __init__(self, folder: pathlib.Path, *, hosts: int = 1, execute: bool = False) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        checkout: pathlib.Path,
+        *,
+        hosts: int = 1,
+        execute: bool = False,
+    ) -> None:
         self.folder = folder
-        self.checkout = make_checkout(folder / "check out's")  # a blank and a quote, on purpose
+        self.checkout = folder / "check out's"  # a blank and a quote, on purpose
+        shutil.copytree(checkout, self.checkout)
         self.state = folder / "cloud"
         self.state.mkdir()
         self.configure(
@@ -62,7 +71,7 @@ class FakeCloud:
             execute=execute,
             queue_states=["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"],
         )
-        for worker in range(hosts):
+        for worker in range(hosts if execute else 0):
             host_stubs.install(self.host(worker))
         self.bin = folder / "bin"
         self.bin.mkdir()
@@ -126,9 +135,16 @@ class FakeCloud:
         (self.state / "calls").unlink(missing_ok=True)
 
     def jaxserve_calls(self, worker: int = 0) -> list[Any]:
-        """What the stub of jaxserve wrote down: [words, environment, pid] for each call."""
+        """What the stub of jaxserve wrote down: [words, environment, pid] for each call.
+
+        Waits for the first: what was started may not have come so far.
+        """
         path = self.host(worker) / "jaxserve.calls"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        deadline = time.monotonic() + 20
+        while not (path.exists() and path.read_text().endswith("\n")):
+            assert time.monotonic() < deadline, "jaxserve was not started"
+            time.sleep(0.01)
+        return [json.loads(line) for line in path.read_text().splitlines()]
 
     def close(self) -> None:
         """Ends what still runs on the hosts."""

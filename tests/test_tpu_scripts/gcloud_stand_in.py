@@ -66,6 +66,8 @@ class Cloud:
         """Fails if a failure is planned for this call."""
         for failure in self.data["failures"]:
             if command == failure["command"] and failure.get("match", "") in " ".join(words):
+                if not os.path.exists(failure.get("when_exists", HOME)):
+                    continue
                 if failure.get("after"):  # so many more go well
                     failure["after"] -= 1
                     self.save()

@@ -69,10 +69,12 @@ if behaviour == "follow":
     sys.exit(0)
 if behaviour == "hang" or (sys.argv[1] == "serve" and os.environ["FAKE_WORKER"] != "0"):
     time.sleep(60)
+    sys.exit(9)
 if sys.argv[1] == "serve":
     import socket
     listener = socket.create_server(
         ("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), backlog=8)
+    listener.settimeout(60)  # nothing outlives the tests for long
     while True:
         client, _ = listener.accept()
         found = client.recv(4096).startswith(b"GET /ready ")
@@ -87,6 +89,7 @@ with target.open("a") as answers:
         if behaviour.startswith("stop after") and number == int(behaviour.split()[-1]):
             answers.flush()
             time.sleep(60)
+            sys.exit(9)
         if behaviour.startswith("fail after") and number == int(behaviour.split()[-1]):
             print("out of memory", flush=True)
             sys.exit(1)

@@ -46,9 +46,9 @@ def test_batch_that_runs_is_found_again_and_answers_so_far_come_back(
 ) -> None:
     words = ["batch.sh", "m", str(requests), str(answers)]
     (ready.host() / "behaviour").write_text("stop after 2")
-    # The connection is lost after the first look at the run: the five after it fail.
-    ready.fail("tpu-vm ssh", 255, match="status batch", after=3)
-    first = ready.run(*words, SAVE_SECONDS="0", POLL_SECONDS="0.05")
+    # The connection is lost once the answers so far have come back: five looks in a row fail.
+    ready.fail("tpu-vm ssh", 255, match="status batch", when_exists=str(answers))
+    first = ready.run(*words, SAVE_SECONDS="0")
     assert first.returncode == 1
     assert "do not answer, though it is READY; what was started there goes on" in first.stderr
     assert _ids(answers) == ["r0", "r1"]
@@ -74,11 +74,11 @@ def test_batch_that_runs_is_not_started_twice(
     again = ready.run(*words)
     assert "this batch runs there already" in again.stderr
     assert not ready.calls("tpu-vm scp")
-    assert len(ready.jaxserve_calls()) == 1
     ready.configure(failures=[])
     other = ready.run("batch.sh", "another", str(requests), str(answers))
     assert other.returncode == 1
     assert "another batch runs here: tpu_scripts/batch.sh --stop ends it" in other.stderr
+    assert len(ready.jaxserve_calls()) == 1
 
 
 def test_batch_goes_on_after_a_failure(
