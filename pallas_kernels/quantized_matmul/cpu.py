@@ -76,12 +76,18 @@ def load(
     `ffi.targets.default_cache_dir`). instructions None: the best of this machine.
     """
     from pallas_kernels.ffi import records, targets
-    from pallas_kernels.quantized_matmul import cpu_dots, cpu_kernel, cpu_round, cpu_tiles
+    from pallas_kernels.quantized_matmul import (
+        cpu_dots,
+        cpu_items,
+        cpu_kernel,
+        cpu_round,
+        cpu_tiles,
+    )
 
     chosen = instructions or cpu_dots.best_instructions()
     weights = _format(scheme)
     name = f"quantized_matmul_{weights}_{'integers' if _rounds(scheme) else 'floats'}_{chosen}"
-    modules = (records, cpu_dots, cpu_round, cpu_tiles, cpu_kernel)
+    modules = (records, cpu_dots, cpu_round, cpu_tiles, cpu_items, cpu_kernel)
     handler = cpu_kernel.make_handler(weights, _rounds(scheme), chosen, name)
     return targets.load(f"jaxserve_{name}", handler, modules, cache_dir)
 

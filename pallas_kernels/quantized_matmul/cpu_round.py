@@ -79,7 +79,7 @@ def make_round(nibble_order: bool) -> Any:
 
 @procedure(ADDRESS, SIZE, ADDRESS)
 def sum_unit(b: Any, x: Any, vectors: Any, out: Any) -> None:
-    """The sum of 8 * vectors floats, always in the same order."""
+    """Minus the sum of 8 * vectors floats, always in the same order."""
     e = Emitter(b, LANES)
     sums = _variable(b, e.floats)
     with loop(b, vectors) as i:
@@ -87,4 +87,5 @@ def sum_unit(b: Any, x: Any, vectors: Any, out: Any) -> None:
     first, *others = _lanes(b, b.load(sums))
     for value in others:
         first = b.fadd(first, value)
+    first = b.fsub(ir.Constant(FLOAT, -0.0), first)
     b.store(first, b.inttoptr(out, FLOAT.as_pointer()))
