@@ -37,6 +37,7 @@ from jaxserve.engine.hosts.lead import Hosts, OneHost
 from jaxserve.engine.memory import MemoryPlan, free_bytes, page_bytes, plan_pages
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.program_store import ProgramStore
+from jaxserve.engine.quantize_choice import choose_quantization, describe
 from jaxserve.engine.report import EngineReport, log_report
 from jaxserve.engine.runner import DeviceRunner, RunnerShape
 from jaxserve.engine.scheduler import Scheduler
@@ -52,6 +53,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.errors import KernelError
 from pallas_kernels.paged_attention import cpu
 from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.quantized_matmul import cpu as quantized_cpu
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -117,6 +119,7 @@ def make_device(
         model=device.config,
         model_name=config.model_name,
         dtype=device.dtype.name,
+        weights=describe(device.quantization, device.dtype),
         page_dtype=device.page_dtype.name,
         mesh=device.mesh,
         max_model_len=max_len,
@@ -165,11 +168,16 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
     mesh = make_mesh(config.tensor_parallel)
     dtype = choose_dtype(config, mesh.devices.flat[0].platform)
     reader = open_checkpoint(path)
+    model_config = read_model_config(reader)
+    quantization = choose_quantization(
+        config, model_config, reader, mesh, dtype, resolve_kernels(config)
+    )
     if config.random_weights:
-        model_config = read_model_config(reader)
-        decoder = make_random_model(model_config, mesh, dtype=dtype, seed=0)
+        decoder = make_random_model(
+            model_config, mesh, dtype=dtype, seed=0, quantization=quantization
+        )
     else:
-        model_config, decoder = load_model(reader, mesh, dtype=dtype)
+        model_config, decoder = load_model(reader, mesh, dtype=dtype, quantization=quantization)
     graphdef, state = nnx.split(decoder)
     weights, treedef = jax.tree.flatten(state)
     return LoadedModel(
@@ -180,6 +188,7 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
         graphdef=graphdef,
         treedef=treedef,
         weights=tuple(weights),
+        quantization=quantization,
     )
 
 
@@ -220,6 +229,13 @@ def _load_kernels(
     op = functools.partial(paged_attention, implementation=choice)
     sampling = choose_sampling(config, device.config, platform)
     log = {each.op: str(each) for each in (choice, sampling)}
+    if device.quantization is not None:
+        forms = (device.quantization.layers, device.quantization.embedding)
+        for form in forms:
+            if form.implementation == "cpu":
+                quantized_cpu.load(form.scheme, cache_folder() / "kernels")
+        names = " and ".join(sorted({form.implementation for form in forms}))
+        log["quantized_matmul"] = f"quantized_matmul: {names}"
     return dataclasses.replace(device, attention=choice, sampling=sampling), op, log
 
 
@@ -311,7 +327,7 @@ def _open_store(maker: ProgramMaker, kernels: dict[str, str]) -> ProgramStore:
     device = maker.device
     facts = (
         device.config,
-        (device.dtype, device.page_dtype),
+        (device.dtype, device.page_dtype, describe(device.quantization, device.dtype)),
         dict(device.mesh.shape),
         [(array.shape, array.dtype) for array in device.weights],
         (maker.config.max_num_seqs, maker.config.page_size),

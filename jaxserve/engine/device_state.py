@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.programs import Weights, abstract
 from jaxserve.parallel.mesh import sharding
+from jaxserve.quantization.weights import Quantization
 from jaxserve.sampling.limits import SamplingLimits
 from jaxserve.sampling.state import SamplingState, make_state
 from pallas_kernels import dispatch
@@ -27,7 +28,7 @@ class LoadedModel:
     """A model on its mesh; graphdef and treedef turn the flat weights back into the module.
 
     attention: the implementation that reads and writes its pages, which hold page_dtype.
-    sampling: the implementation of the op `sample`.
+    sampling: the implementation of the op `sample`. quantization: None where weights are of dtype.
     """
 
     config: ModelConfig
@@ -39,6 +40,7 @@ class LoadedModel:
     weights: Weights
     attention: Choice | str = dispatch.REFERENCE
     sampling: Choice | str = dispatch.REFERENCE
+    quantization: Quantization | None = None
 
 
 def device_state_maker(

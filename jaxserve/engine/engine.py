@@ -150,7 +150,8 @@ class Engine:
             self._failures = 0
             return outputs
         except Exception as error:
-            logger.exception("a step failed; ending the requests that it held")
+            lost = isinstance(error, DeviceLostError)  # which has said all there is to say
+            logger.error("a step failed; ending the requests that it held", exc_info=not lost)
             return self._fail(error)
 
     def check_integrity(self) -> None:

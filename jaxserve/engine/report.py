@@ -26,6 +26,7 @@ class EngineReport:
     model: ModelConfig
     model_name: str
     dtype: str
+    weights: str
     page_dtype: str
     mesh: Mesh
     max_model_len: int
@@ -48,10 +49,11 @@ def log_report(report: EngineReport) -> None:
     """Three lines: the model, the pool, the programs."""
     memory = report.memory
     logger.info(
-        "model %s: %s, %d layers, weights %.0f MB per device (loaded in %.1f s)",
+        "model %s: %s, %d layers, weights (%s) %.0f MB per device (loaded in %.1f s)",
         report.model_name,
         report.dtype,
         report.model.num_layers,
+        report.weights,
         memory.weights / 1e6,
         report.seconds["load"],
     )

@@ -69,10 +69,12 @@ class QuantizedLinear(nnx.Module):  # type: ignore[misc]
         recipe = Recipe(form=form, out_size=out_size, in_size=in_size, parts=parts)
         made = quantized_parameters(recipe, (out_axis, in_axis))
         self.values, self.scales, self.zeros = made
-        self.bias = None
-        if use_bias:
-            shape: Any = jax.ShapeDtypeStruct((out_size,), jnp.float32)  # type: ignore[no-untyped-call]
-            self.bias = nnx.Param(shape, logical_axes=(out_axis,), init="zeros", recipe=recipe)
+        shape: Any = jax.ShapeDtypeStruct((out_size,), jnp.float32)  # type: ignore[no-untyped-call]
+        self.bias = (
+            nnx.Param(shape, logical_axes=(out_axis,), init="zeros", recipe=recipe)
+            if use_bias
+            else None
+        )
         self.out_axis, self.in_axis, self.form = out_axis, in_axis, form
 
     def __call__(self, x: jax.Array) -> jax.Array:

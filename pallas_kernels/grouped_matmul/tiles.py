@@ -45,7 +45,10 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> 
         # Rows past the group's end belong to the next one: left as they are.
         mine = start + jnp.arange(tile) < ends[group]
         old = lax.dynamic_slice(out, (start, 0), (tile, out_width))
-        return lax.dynamic_update_slice(out, jnp.where(mine[:, None], made, old), (start, 0))
+        new: jax.Array = lax.dynamic_update_slice(
+            out, jnp.where(mine[:, None], made, old), (start, 0)
+        )
+        return new
 
     empty = jnp.zeros((num_rows + tile, out_width), jnp.float32)
     out = lax.fori_loop(0, last_tiles[-1], compute_tile, empty)

@@ -47,7 +47,8 @@ def model_facts(
     facts = {
         "the model's files": fingerprint(path),
         "the model's shape": repr(device.config),
-        "the weights' dtype": device.dtype.name,
+        "the dtype": device.dtype.name,
+        "the weights": _digest([(array.shape, array.dtype.name) for array in device.weights]),
         "the pages' dtype": device.page_dtype.name,
         "the kernels": "; ".join(kernels.values()),
         "the devices": ", ".join(devices),
@@ -83,6 +84,10 @@ def describe_difference(
         if ours != theirs:
             return f"{name} is {_shown(theirs)} on process {number} and {_shown(ours)} on process 0"
     return None
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def _shown(value: str | None) -> str:

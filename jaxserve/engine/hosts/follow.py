@@ -26,7 +26,7 @@ from jaxserve.engine.device_state import LoadedModel
 from jaxserve.engine.hosts import messages
 from jaxserve.engine.hosts.ending import AGAIN, end_process, end_without_jax, exit_code
 from jaxserve.engine.hosts.facts import model_facts, settings_facts
-from jaxserve.engine.hosts.line import Line
+from jaxserve.engine.hosts.line import Line, frame
 from jaxserve.engine.hosts.runtime import end_jax, start_jax
 from jaxserve.engine.step_device import Device
 from jaxserve.errors import DeviceLostError, ResourceError, UsageError
@@ -87,27 +87,27 @@ class Follower:
         assert self._hosts.num_processes is not None
         self._line = Line(self._connect(), messages.decode_from_leader, self._take, self._on_lost)
         self._line.trust()
-        self._line.send(
-            messages.Hello(
-                self._hosts.process_id,
-                self._hosts.num_processes,
-                hosts_token_from_environment(),
-                self._facts,
-            )
+        hello = messages.Hello(
+            self._hosts.process_id,
+            self._hosts.num_processes,
+            hosts_token_from_environment(),
+            self._facts,
         )
+        self._line.send(frame(hello))
         self._expect(messages.Welcome)
 
     def agree(
         self, path: pathlib.Path, model: LoadedModel, kernels: Mapping[str, str], num_pages: int
     ) -> int:
         """See `Hosts`."""
-        self.line.send(messages.Facts(model_facts(path, model, kernels), num_pages))
+        facts = model_facts(path, model, kernels)
+        self.line.send(frame(messages.Facts(facts, num_pages)))
         return self._expect(messages.Agreed).num_pages
 
     def join_device(self, device: Device) -> Device:
         """See `Hosts`."""
         self._ready.set()
-        self.line.send(messages.Ready())
+        self.line.send(frame(messages.Ready()))
         return device
 
     def serve(self, device: Device) -> None:

@@ -28,7 +28,7 @@ from jaxserve.engine.device_state import LoadedModel
 from jaxserve.engine.hosts import messages
 from jaxserve.engine.hosts.ending import AGAIN, end_process, end_without_jax
 from jaxserve.engine.hosts.facts import describe_difference, model_facts, settings_facts
-from jaxserve.engine.hosts.line import Line
+from jaxserve.engine.hosts.line import Line, frame
 from jaxserve.engine.hosts.listening import check_free, listen
 from jaxserve.engine.hosts.runtime import end_jax, start_jax
 from jaxserve.engine.step_device import Device
@@ -83,8 +83,7 @@ class Leader:
                     raise ResourceError(self._missing(missing)) from None
                 if message is not None:
                     self._admit(line, message)
-        for line in self._lines.values():
-            self._send(line, messages.Welcome())
+        self.publish(messages.Welcome())
         start_jax(self._hosts)
 
     def agree(
@@ -96,8 +95,7 @@ class Leader:
             if difference := describe_difference(facts, message.facts, number):
                 raise self._refuse(self._lines[number], number, difference)
             num_pages = min(num_pages, message.num_pages)
-        for line in self._lines.values():
-            self._send(line, messages.Agreed(num_pages))
+        self.publish(messages.Agreed(num_pages))
         return num_pages
 
     def join_device(self, device: Device) -> Device:
@@ -108,10 +106,14 @@ class Leader:
         return LeadingDevice(self, device)
 
     def publish(self, message: messages.FromLeader) -> None:
-        """Sends a call to every follower. Raises DeviceLostError."""
+        """Sends a message to every follower. Raises DeviceLostError."""
         self._check()
+        data = frame(message)
         for line in self._lines.values():
-            self._send(line, message)
+            try:
+                line.send(data)
+            except OSError as error:
+                raise self.explain(error) from None
 
     def explain(self, error: Exception) -> DeviceLostError:
         """Why a call failed: a follower that is lost, which may become known just after."""
@@ -132,7 +134,7 @@ class Leader:
             self._closed.set()
         for line in self._lines.values():
             with contextlib.suppress(OSError):
-                line.send(messages.Shutdown(error))
+                line.send(frame(messages.Shutdown(error)))
         for line in self._lines.values():
             line.close()
         if self._ready and not error and not self._lost.is_set():
@@ -162,7 +164,7 @@ class Leader:
             return
         if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             logger.warning("refused %s, which has another JAXSERVE_HOSTS_TOKEN", line.peer)
-            self._send(line, messages.Refused("its JAXSERVE_HOSTS_TOKEN is not the leader's"))
+            line.try_send(messages.Refused("its JAXSERVE_HOSTS_TOKEN is not the leader's"))
             line.close()
             return
         number = message.process_id
@@ -187,7 +189,7 @@ class Leader:
     def _refuse(self, line: Line, number: int, difference: str) -> UsageError:
         text = f"process {number} ({line.peer}) is refused: {difference}"
         with contextlib.suppress(OSError):
-            line.send(messages.Refused(text))
+            line.send(frame(messages.Refused(text)))
         if line not in self._lines.values():
             line.close()
         return UsageError(text)
@@ -217,12 +219,6 @@ class Leader:
     def _check(self) -> None:
         if self._lost.is_set():
             raise DeviceLostError(self._why)
-
-    def _send(self, line: Line, message: messages.FromLeader) -> None:
-        try:
-            line.send(message)
-        except OSError as error:
-            raise self.explain(error) from None
 
     def _on_lost(self, line: Line, reason: str) -> None:
         """A connection ended (called in its thread)."""

@@ -40,6 +40,12 @@ class LineLostError(Exception):
     """The other end is closed, silent, or not one of ours; the text says which."""
 
 
+def frame(message: Any) -> bytes:
+    """A message as it goes over the wire; one for several lines is made once."""
+    data = encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
 class Line:
     """Messages over one connected socket. Any thread may send.
 
@@ -72,23 +78,21 @@ class Line:
         """The other end is one of ours: it may send long messages."""
         self._limit = TRUSTED_LIMIT
 
-    def send(self, message: Any) -> None:
-        """Waits while the connection is full. Raises OSError once it is lost or closed."""
-        data = encode(message)
+    def send(self, data: bytes) -> None:
+        """Sends a `frame`. Waits while the connection is full; OSError once it is lost or closed."""
         with self._sending:
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            self._socket.sendall(data)
 
     def try_send(self, message: Any) -> None:
         """Never waits: does nothing where something else is being sent or nothing can be."""
-        data = encode(message)
-        frame = _LENGTH.pack(len(data)) + data
+        data = frame(message)
         if not self._sending.acquire(blocking=False):
             return
         try:
             with contextlib.suppress(OSError):
-                sent = self._socket.send(frame, socket.MSG_DONTWAIT)
-                if sent < len(frame):  # a frame is never left half sent
-                    self._socket.sendall(frame[sent:])
+                sent = self._socket.send(data, socket.MSG_DONTWAIT)
+                if sent < len(data):  # a frame is never left half sent
+                    self._socket.sendall(data[sent:])
         finally:
             self._sending.release()
 
@@ -132,11 +136,11 @@ class Line:
                 raise LineLostError(f"has been silent for {DEAD_AFTER_SECONDS:g} seconds")
 
     def _receive(self) -> None:
-        data = self._socket.recv(_CHUNK)
-        if not data:
+        received = self._socket.recv(_CHUNK)
+        if not received:
             raise LineLostError("closed its connection")
         self._heard = time.monotonic()
-        self._buffer += data
+        self._buffer += received
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > self._limit:
@@ -144,10 +148,10 @@ class Line:
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return
-            frame = bytes(memoryview(self._buffer)[_LENGTH.size : end])
+            data = bytes(memoryview(self._buffer)[_LENGTH.size : end])
             del self._buffer[:end]
             try:
-                message = self._decode(frame)
+                message = self._decode(data)
             except msgspec.MsgspecError as error:
                 raise LineLostError(f"sent a message that is not ours ({error})") from None
             if not isinstance(message, Beat) and not self._closed.is_set():
