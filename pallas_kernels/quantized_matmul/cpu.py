@@ -78,6 +78,7 @@ def load(
     from pallas_kernels.ffi import records, targets
     from pallas_kernels.quantized_matmul import (
         cpu_dots,
+        cpu_handlers,
         cpu_items,
         cpu_kernel,
         cpu_round,
@@ -85,11 +86,11 @@ def load(
     )
 
     chosen = instructions or cpu_dots.best_instructions()
-    weights = _format(scheme)
-    name = f"quantized_matmul_{weights}_{'integers' if _rounds(scheme) else 'floats'}_{chosen}"
-    modules = (records, cpu_dots, cpu_round, cpu_tiles, cpu_items, cpu_kernel)
-    handler = cpu_kernel.make_handler(weights, _rounds(scheme), chosen, name)
-    return targets.load(f"jaxserve_{name}", handler, modules, cache_dir)
+    weights, rounds = _format(scheme), _rounds(scheme)
+    handler = cpu_handlers.HANDLERS[weights, rounds, chosen]
+    target = f"jaxserve_{cpu_kernel.kernel_name(weights, rounds, chosen)}"
+    modules = (records, cpu_dots, cpu_round, cpu_tiles, cpu_items, cpu_kernel, cpu_handlers)
+    return targets.load(target, handler, modules, cache_dir)
 
 
 def pack(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:

@@ -157,20 +157,19 @@ def plan_items(context: int, threads: int, x_bytes: int) -> int:
     return call.blocks * call.runs  # type: ignore[no-any-return]
 
 
-def make_handler(
-    weights: Format, rounds: bool, instructions: Instructions, name: str
-) -> Callable[[int], int]:
-    """The XLA handler of a format of weights, compiled and kept by `ffi.targets`.
+def make_body(weights: Format, rounds: bool, instructions: Instructions) -> Callable[[int], int]:
+    """Compiled body of the XLA handler for a format of weights.
 
-    rounds: x is rounded to integers, else used as it is. name: belongs to these three.
+    rounds: x is rounded to integers, else used as it is.
     """
+    name = kernel_name(weights, rounds, instructions)
     prepare = make_prepare(weights, name) if rounds else make_sums(name)
     make_item = make_integers_item if rounds else make_floats_item
     run_prepare = make_parallel_for(prepare, f"prepare_{name}")
     run_items = make_parallel_for(make_item(weights, instructions, name), name)
     x_bytes, is_needed = (2 if rounds else 4), rounds or weights == "int4"
 
-    def handler(frame: int) -> int:
+    def body(frame: int) -> int:
         if not must_run(frame):
             return 0
         context = malloc(CALL_BYTES)
@@ -193,4 +192,9 @@ def make_handler(
             return make_error(frame, abi.RESOURCE_EXHAUSTED, text("quantized_matmul: no memory"))
         return 0
 
-    return named(handler, f"handler_{name}")
+    return compiled(named(body, f"body_{name}"))
+
+
+def kernel_name(weights: Format, rounds: bool, instructions: Instructions) -> str:
+    """A name that determines what the kernel does."""
+    return f"quantized_matmul_{weights}_{'integers' if rounds else 'floats'}_{instructions}"

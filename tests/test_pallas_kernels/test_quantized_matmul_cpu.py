@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +21,23 @@ from pallas_kernels.quantized_matmul.scheme import SCHEMES, QuantizedWeight, Sch
 KERNELS = ("int8_group32_a16", "int4_group32_zero_a16", "int8", "int4_group64", "fp8")
 #: Rows of two widths, more than a block holds, and weights of several runs of panels.
 LARGE = Case(name="large", rows=512, out_size=48, in_size=1536)
+
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+#: Loads the kernels of the schemes named, in that order, and multiplies with each.
+PROGRAM = """
+import sys
+import jax.numpy as jnp
+import numpy as np
+from pallas_kernels.quantized_matmul import api, cases, cpu
+schemes = [api.SCHEMES[name] for name in sys.argv[1:]]
+print(*(cpu.load(scheme).from_cache for scheme in schemes))
+for scheme in schemes:
+    inputs = cases.make_inputs(cases.SMALL[1], scheme)
+    weight = cpu.pack(inputs.weight, scheme)
+    out = cpu.quantized_matmul(inputs.x, weight, scheme, out_dtype=jnp.float32)
+    print(np.asarray(out).tobytes().hex())
+"""
 
 
 def make(case: Case, scheme: Scheme) -> tuple[jax.Array, QuantizedWeight]:
@@ -158,3 +179,22 @@ def test_packed_weights_can_be_put_together() -> None:
     both = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), first, second)
     apart = [np.asarray(multiply(x, weight, scheme)) for weight in (first, second)]
     assert np.asarray(multiply(x, both, scheme)).tobytes() == np.hstack(apart).tobytes()
+
+
+def test_another_process_finds_the_kernels_on_disk() -> None:
+    """In another order of loading; with the same numbers as here."""
+    names = ("int8_group32_a16", "int4_group32_zero_a16")
+    want = []
+    for name in names:
+        scheme = SCHEMES[name]
+        assert cpu.load(scheme).folder is not None
+        want.append(np.asarray(multiply(*make(cases.SMALL[1], scheme), scheme)).tobytes().hex())
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *reversed(names)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    assert done.stdout.split() == ["True", "True", *reversed(want)]
