@@ -53,7 +53,7 @@ def test_serve_keeps_jax_out_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> N
         "import sys\n"
         "import server.launch\n"
         "seen = []\n"
-        "server.launch.serve = lambda engine, http: seen.append((engine, http)) or 7\n"
+        "server.launch.serve = lambda engine, http, hosts: seen.append((engine, http)) or 7\n"
         "from jaxserve.cli.main import main\n"
         "assert main(['serve', 'm', '--port', '0', '--max-num-seqs', '3']) == 7\n"
         "(engine, http), = seen\n"
