@@ -17,6 +17,8 @@ from pallas_kernels.errors import KernelError
 if TYPE_CHECKING:
     from jax.experimental.topologies import TopologyDescription
 
+#: The first compute capabilities whose tensor cores know bfloat16, and that know float8.
+BFLOAT16, FLOAT8 = (8, 0), (8, 9)
 #: One of them has to be installed, beside jax, to compile for NVIDIA GPUs; no driver, no CUDA.
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 PIP_COMMAND = "pip install --no-deps jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2"
@@ -156,3 +158,40 @@ def gpu_topology(name: str, num_devices: int = 1) -> TopologyDescription:
             f"jax cannot compile for {name} in this process: {error}; set JAX_PLATFORMS= and "
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before it starts"
         ) from error
+
+
+def local_capability() -> tuple[int, int] | None:
+    """Compute capability of the GPU here; None where there is none. Starts jax's backends."""
+    import jax
+
+    try:
+        device = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return None
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def target_capability() -> int:
+    """What is compiled for, as jax-triton takes it (90 for 9.0).
+
+    That of the GPU here; else of the target whose abstract mesh is in use; else 90.
+    """
+    import jax
+
+    found = local_capability()
+    if found is None:
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        kind = "" if device is None else str(device.device_kind)
+        names = {f"NVIDIA {name.upper()}": target for name, target in TARGETS.items()}
+        found = names[kind].capability if kind in names else (9, 0)
+    return 10 * found[0] + found[1]
+
+
+def capability_refusals(*, needed: tuple[int, int]) -> list[str]:
+    """Why the GPU here, if there is one, is too old for what needs this compute capability."""
+    found = local_capability()
+    if found is None or found >= needed:
+        return []
+    has, needs = (f"{major}.{minor}" for major, minor in (found, needed))
+    return [f"this GPU has compute capability {has}, and it needs {needs}"]

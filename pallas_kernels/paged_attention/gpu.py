@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels import gpu_targets
 from pallas_kernels.errors import KernelError
 from pallas_kernels.paged_attention.reference import QUANTISED, KVPages, PagedBatch
 
@@ -20,8 +21,6 @@ DTYPES = ("float32", "bfloat16")
 LARGEST_HEAD = 256
 #: Offsets are 32 bits wide in arrays of up to 4 GiB, whatever the size of an element.
 LARGEST_OFFSET, WIDE_OFFSETS = 2**31, 2**32
-#: The first compute capabilities with bfloat16, and with float8.
-SMALLEST_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 
 
 def refusals(
@@ -49,22 +48,11 @@ def refusals(
         reasons.append(f"head size {head_size} is not 1 to {LARGEST_HEAD}")
     if page_size < 1:
         reasons.append(f"page size {page_size} must be positive")
-    if not reasons and (found := _local_capability()) is not None:
-        needed = FP8_CAPABILITY if page_name.startswith("float8") else SMALLEST_CAPABILITY
-        if found < needed:
-            text = [f"{major}.{minor}" for major, minor in (found, needed)]
-            reasons.append(f"this GPU has compute capability {text[0]}, and it needs {text[1]}")
+    if not reasons:
+        is_float8 = page_name.startswith("float8")
+        needed = gpu_targets.FLOAT8 if is_float8 else gpu_targets.BFLOAT16
+        reasons.extend(gpu_targets.capability_refusals(needed=needed))
     return reasons
-
-
-def _local_capability() -> tuple[int, int] | None:
-    """Of the GPU here; None where there is none, and another machine's is compiled for."""
-    try:
-        device = jax.local_devices(backend="gpu")[0]
-    except RuntimeError:
-        return None
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
 def paged_attention(

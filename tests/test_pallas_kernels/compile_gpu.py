@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -24,11 +27,26 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Bytes that a compiled program takes; or the error."""
+    """Bytes that a compiled program takes; or the error.
+
+    shared: shared memory of a Triton kernel's program; spilled: bytes of registers that did not
+    fit, per thread.
+    """
 
     alias: int = 0
     temporary: int = 0
+    shared: int = 0
+    spilled: int = 0
     error: str = ""
+
+
+def ptxas() -> pathlib.Path | None:
+    """NVIDIA's assembler, where the package that brings it is installed."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in [] if spec is None else list(spec.submodule_search_locations or ()):
+        for found in pathlib.Path(folder).glob("*/bin/ptxas"):
+            return found
+    return None
 
 
 class Compiler:
@@ -41,6 +59,9 @@ class Compiler:
             pytest.skip(f"jax's CUDA plugin is not installed: {gpu_targets.PIP_COMMAND}")
         environment = dict(os.environ) | {"PYTHONPATH": str(REPOSITORY)}
         gpu_targets.prepare_environment(environment)
+        if ptxas() is not None:
+            # Or Triton writes PTX for its own, newer assembler.
+            environment["TRITON_PTXAS_BLACKWELL_PATH"] = str(ptxas())
         self.child = subprocess.Popen(
             [sys.executable, __file__, chip],
             env=environment,
@@ -52,9 +73,15 @@ class Compiler:
 
     def attention(self, case: Any, **settings: Any) -> Answer:
         """Compiles paged attention of a case; settings as `_attention` takes them."""
+        return self._ask({"op": "attention", "case": dataclasses.asdict(case)} | settings)
+
+    def matmul(self, case: Any, **settings: Any) -> Answer:
+        """Compiles a quantised product; settings as `_matmul` takes them."""
+        return self._ask({"op": "matmul", "case": dataclasses.asdict(case)} | settings)
+
+    def _ask(self, job: dict[str, Any]) -> Answer:
         assert self.child.stdin is not None
         assert self.child.stdout is not None
-        job = {"case": dataclasses.asdict(case)} | settings
         self.child.stdin.write(json.dumps(job) + "\n")
         self.child.stdin.flush()
         line = self.child.stdout.readline()
@@ -145,6 +172,60 @@ def _attention(
         return lowered.compile()
 
 
+def _matmul(mesh: Any, case: Any, *, dtype: str, scheme: str) -> Any:
+    """The compiled program of a quantised product."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from pallas_kernels.quantized_matmul import gpu
+    from pallas_kernels.quantized_matmul.quantize import abstract_weight
+    from pallas_kernels.quantized_matmul.scheme import SCHEMES
+
+    def here(leaf: Any) -> Any:
+        whole = NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+
+    kind = SCHEMES[scheme]
+    x = here(jax.ShapeDtypeStruct((case.rows, case.in_size), jnp.dtype(dtype)))
+    weight = jax.tree.map(here, abstract_weight(case.out_size, case.in_size, kind))
+    jitted = jax.jit(lambda x, weight: gpu.quantized_matmul(x, weight, kind, out_dtype=dtype))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jitted.trace(x, weight).lower(lowering_platforms=("cuda",)).compile()
+
+
+def _assembled(folder: str, capability: tuple[int, int]) -> dict[str, Any]:
+    """What ptxas says about the one kernel whose PTX is in `folder`, and its shared memory."""
+    (info,) = pathlib.Path(folder).glob("*/*.compile_info")
+    (ptx,) = pathlib.Path(folder).glob("*/*.ptx")
+    arch = f"-arch=sm_{capability[0]}{capability[1]}a"
+    command = [str(ptxas()), "-v", arch, str(ptx), "-o", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    if done.returncode:
+        return {"error": f"ptxas: {said}"}
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    return {
+        "shared": int(re.findall(r"shared_mem_bytes: ?(\d+)", info.read_text())[0]),
+        "spilled": 0 if spilled is None else int(spilled[1]),
+    }
+
+
+def _answer_matmul(mesh: Any, chip: str, case: Any, settings: dict[str, Any]) -> Answer:
+    from pallas_kernels import gpu_targets
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        import jax_triton.triton_lib as triton_lib
+
+        patch.setattr(triton_lib, "_JAX_TRITON_DUMP_DIR", folder)
+        patch.setattr(triton_lib, "_COMPILED_KERNEL_CACHE", {})
+        answer = _answer(functools.partial(_matmul, mesh, case, **settings))
+        if answer.error:
+            return answer
+        assembled = _assembled(folder, gpu_targets.TARGETS[chip].capability)
+        return dataclasses.replace(answer, **assembled)
+
+
 def _answer(compile_job: Any) -> Answer:
     try:
         memory = compile_job().memory_analysis()
@@ -158,14 +239,19 @@ def main(chip: str) -> None:
     from jax.sharding import Mesh
 
     from pallas_kernels import gpu_targets
-    from pallas_kernels.paged_attention.cases import Case
+    from pallas_kernels.paged_attention import cases as attention_cases
+    from pallas_kernels.quantized_matmul import cases as matmul_cases
 
     mesh = Mesh(np.array(gpu_targets.gpu_topology(chip).devices), ("only",))
     for line in sys.stdin:
         job = json.loads(line)
-        fields = job.pop("case")
-        case = Case(**fields | {name: tuple(fields[name]) for name in ("q_lens", "kv_lens")})
-        answer = _answer(functools.partial(_attention, mesh, case, **job))
+        op, fields = job.pop("op"), job.pop("case")
+        if op == "matmul":
+            answer = _answer_matmul(mesh, chip, matmul_cases.Case(**fields), job)
+        else:
+            lengths = {name: tuple(fields[name]) for name in ("q_lens", "kv_lens")}
+            case = attention_cases.Case(**fields | lengths)
+            answer = _answer(functools.partial(_attention, mesh, case, **job))
         print(json.dumps(dataclasses.asdict(answer)), flush=True)
 
 
