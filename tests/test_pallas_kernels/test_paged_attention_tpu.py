@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -254,7 +254,15 @@ def assert_right(
         )
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+#: Not in every run of the tests: what they alone would find is rare.
+SLOW = {"int8-large-pages-two-tokens-a-row", "int8-stale-scales"}
+
+
+def _names(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(x, marks=pytest.mark.slow if x in SLOW else []) for x in names]
+
+
+@pytest.fixture(scope="module", params=_names(SETTINGS))
 def program(request: pytest.FixtureRequest) -> tuple[Setting, Run]:
     """Each setting with its program; tests of one program run together, then it is dropped."""
     setting = SETTINGS[request.param]
@@ -333,7 +341,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", _names(MISTAKES))
 def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setting, module, name, wrong = MISTAKES[mistake]
     monkeypatch.setattr(module, name, wrong)
