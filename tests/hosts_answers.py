@@ -34,16 +34,16 @@ SAMPLINGS: dict[str, dict[str, object]] = {
 
 
 def requests(name: str) -> list[GenerationRequest]:
-    """Prompts of one token to several chunks, the last like the first; answers of up to 12 tokens."""
+    """Prompts of one token to several chunks, the last like the first; answers of up to 24 tokens."""
     rng = random.Random(name)
-    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (33, 1, 18)]
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (50, 1, 30)]
     prompts.append([*prompts[0], 7])
     settings: dict[str, object] = {"ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
     return [
         GenerationRequest(
             request_id=f"{name}-{number}",
             prompt_ids=prompt,
-            sampling=SamplingParams(max_tokens=rng.choice((4, 12)), seed=number, **settings),
+            sampling=SamplingParams(max_tokens=rng.choice((8, 24)), seed=number, **settings),
         )
         for number, prompt in enumerate(prompts)
     ]

@@ -10,11 +10,15 @@ import pytest
 
 from jaxserve.cli import flags
 from jaxserve.cli.main import VERBS, make_parser
-from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.config import EngineConfig, HostsConfig, ServerConfig
 from jaxserve.errors import RequestError, UsageError
 from jaxserve.request import SamplingParams
 
-CONFIGS = [(EngineConfig, flags.ENGINE_HELP), (ServerConfig, flags.SERVER_HELP)]
+CONFIGS = [
+    (EngineConfig, flags.ENGINE_HELP),
+    (ServerConfig, flags.SERVER_HELP),
+    (HostsConfig, flags.HOSTS_HELP),
+]
 #: Fields that make no sense for one text in a terminal.
 NO_FLAG = {
     "logit_bias",
@@ -105,6 +109,15 @@ def test_flags_reach_their_fields() -> None:
         parse("generate", "x", "--temperature", "0", "--stop", "a", "--stop", "b", "--ignore-eos")
     )
     assert sampling == SamplingParams(temperature=0, stop=["a", "b"], ignore_eos=True)
+
+
+def test_flags_of_hosts_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXSERVE_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAXSERVE_PROCESS_ID", "1")
+    options = parse("batch", "i", "o", "--process-id", "0", "--coordinator-address", "h:1")
+    assert flags.read_hosts_config(options) == HostsConfig(
+        num_processes=2, process_id=0, coordinator_address="h:1"
+    )
 
 
 @pytest.mark.parametrize(

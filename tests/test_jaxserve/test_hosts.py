@@ -12,10 +12,10 @@ from hosts_processes import free_ports
 
 from jaxserve.config import EngineConfig, HostsConfig
 from jaxserve.engine.buckets import Bucket
-from jaxserve.engine.hosts import facts, follow, lead, leader, line, messages
+from jaxserve.engine.hosts import detect, facts, follow, lead, leader, line, messages
 from jaxserve.engine.hosts.follow import Follower
 from jaxserve.engine.hosts.leader import Leader
-from jaxserve.engine.hosts.line import Line
+from jaxserve.engine.hosts.line import Line, frame
 from jaxserve.errors import DeviceLostError, ResourceError, UsageError
 from jaxserve.request import SamplingParams
 from jaxserve.sampling.state import slot_reset
@@ -54,15 +54,15 @@ def test_what_was_sent_before_the_end_still_arrives(pair):
     near, far = (End(connection) for connection in pair)
     far.line.trust()
     data = bytes(5_000_000)
-    near.line.send(messages.Run(1, 1, data, b"abcd"))
-    near.line.send(messages.Shutdown("why"))
+    near.line.send(frame(messages.Run(1, 1, data, b"abcd")))
+    near.line.send(frame(messages.Shutdown("why")))
     near.line.close()
     assert far.messages.get(timeout=SOON).forward == data
     assert far.messages.get(timeout=SOON) == messages.Shutdown("why")
     assert far.lost.get(timeout=SOON) == "closed its connection"
     assert near.lost.empty()
     with pytest.raises(OSError):
-        near.line.send(messages.Welcome())
+        near.line.send(frame(messages.Welcome()))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_stranger_is_hung_up_on(pair, data, words):
     far.sendall(data)
     assert words in end.lost.get(timeout=SOON)
     with pytest.raises(OSError):
-        end.line.send(messages.Welcome())
+        end.line.send(frame(messages.Welcome()))
 
 
 def test_silence_counts_as_death_even_while_a_message_waits_to_be_sent(pair, monkeypatch):
@@ -92,7 +92,7 @@ def test_silence_counts_as_death_even_while_a_message_waits_to_be_sent(pair, mon
     def fill():
         try:
             while True:
-                end.line.send(messages.Run(1, 1, bytes(1_000_000), b""))
+                end.line.send(frame(messages.Run(1, 1, bytes(1_000_000), b"")))
         except OSError as error:
             failed.put(error)
 
@@ -441,3 +441,37 @@ def test_an_address_of_another_machine_is_refused(ended, hosts):
     used = socket.create_server(("127.0.0.1", hosts.address[1]))
     with used, pytest.raises(ResourceError, match="Address already in use"):
         Leader(hosts, CONFIG).join()
+
+
+# --distributed auto.
+
+SLURM = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_NODELIST": "node[3-6]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_NODES": "4",
+}
+
+
+def test_auto_asks_the_cluster_for_what_is_not_given(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    auto = HostsConfig(distributed="auto", join_seconds=7, coordinator_address="10.0.0.3:99")
+    found = detect.find_hosts(auto)
+    assert found == HostsConfig(
+        num_processes=4, process_id=2, coordinator_address="10.0.0.3:99", join_seconds=7
+    )
+    monkeypatch.setenv("SLURM_NTASKS", "two")
+    with pytest.raises(ResourceError, match=r"could not be asked: .*two"):
+        detect.find_hosts(auto)
+
+
+def test_auto_without_a_cluster_says_what_to_give(monkeypatch):
+    for name in (*SLURM, "KUBERNETES_SERVICE_HOST", "OMPI_MCA_orte_hnp_uri"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match=r"belongs to no cluster .* give --num-processes"):
+        detect.find_hosts(HostsConfig(distributed="auto"))
+    given = HostsConfig(num_processes=1)
+    assert detect.find_hosts(given) is given
