@@ -65,8 +65,9 @@ def test_near_the_finest_scheme(layers: str, most: float) -> None:
     assert 0 < error < most
 
 
-@pytest.mark.parametrize("tie_embeddings", [True, False])
-@pytest.mark.parametrize("layers", ["int8_group32_a16", "int4_group32_zero"])
+@pytest.mark.parametrize(
+    ("layers", "tie_embeddings"), [("int8_group32_a16", True), ("int4_group32_zero", False)]
+)
 def test_same_on_several_devices(layers: str, tie_embeddings: bool) -> None:
     config = make_config(**SIZES, tie_embeddings=tie_embeddings, attention_bias=True, ffn_bias=True)
     alone = dense_logits(make_model(config, 1, layers), PROMPTS)
