@@ -33,6 +33,17 @@ Runner = Callable[[], None]
 MEBIBYTE = 2**20
 
 
+def tokens(pages: KVPages, index: Any) -> list[jax.Array]:
+    """Keys and values of some pages, as what they stand for."""
+    found = []
+    for leaf, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
+        numbers = leaf[index]
+        found.append(
+            numbers if scale is None else numbers.astype(jnp.float32) * scale[index][..., None]
+        )
+    return found
+
+
 def xla_mapped(
     q: jax.Array, k: jax.Array, v: jax.Array, pages: KVPages, batch: PagedBatch, *, scale: float
 ) -> tuple[jax.Array, KVPages]:
@@ -44,7 +55,8 @@ def xla_mapped(
     def one(argument: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         query, table, kv_len = argument
         keys, values = (
-            leaf[table].transpose(1, 0, 2, 3).reshape(kv_heads, length, size) for leaf in pages[:2]
+            leaf.transpose(1, 0, 2, 3).reshape(kv_heads, length, size)
+            for leaf in tokens(pages, table)
         )
         logits = jnp.einsum("kgh,ksh->kgs", query.reshape(kv_heads, -1, size), keys) * scale
         logits = jnp.where(jnp.arange(length) < kv_len, logits, -1e30)
@@ -60,7 +72,7 @@ def xla_gathered(
     """Decode: all sequences at once."""
     pages = write_pages(pages, k, v, batch)
     sequences, kv_heads, size = batch.kv_lens.shape[0], *pages.k.shape[1::2]
-    keys, values = (leaf[batch.block_tables] for leaf in pages[:2])  # [B, M, K, page_size, H]
+    keys, values = tokens(pages, batch.block_tables)  # [B, M, K, page_size, H]
     logits = jnp.einsum("bkgh,bmksh->bkgms", q.reshape(sequences, kv_heads, -1, size), keys)
     shape = logits.shape
     logits = logits.reshape(*shape[:3], -1) * scale
@@ -82,7 +94,7 @@ def xla_prefill(
     outputs = []
     for head in range(kv_heads):
         keys, values = (
-            leaf[batch.block_tables[0], head].reshape(length, size) for leaf in pages[:2]
+            leaf.reshape(length, size) for leaf in tokens(pages, (batch.block_tables[0], head))
         )
         query = q.reshape(rows, kv_heads, -1, size)[:, head].reshape(-1, size)
         logits = jax.lax.dot(query, keys.T).reshape(rows, -1, length) * scale
@@ -104,7 +116,7 @@ def make_runner(attend: Callable[..., Any], inputs: cases.Inputs) -> Runner:
     scale = inputs.options["scale"]
     call = jax.jit(functools.partial(attend, scale=scale), donate_argnums=(3,))
     pool = [jax.tree.map(lambda leaf: leaf + 0, inputs.pages)]
-    for leaf in pool[0]:
+    for leaf in jax.tree.leaves(pool[0]):
         huge_pages.use(leaf)
 
     def run() -> None:
@@ -167,10 +179,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--filter", default="smollm2")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--page-dtype", default="float32", choices=cpu.DTYPES)
+    parser.add_argument("--page-dtype", default="float32", choices=cpu.PAGE_DTYPES)
     options = parser.parse_args()
     item_bytes = jnp.dtype(options.page_dtype).itemsize
-    loaded = cpu.load()
+    loaded = cpu.load(page_dtype=options.page_dtype)
     how = "loaded from the cache" if loaded.from_cache else "compiled"
     print(f"kernel {how} in {loaded.seconds:.1f} s ({loaded.cpu_seconds:.1f} CPU seconds)")
     chosen = [case for case in cases.FULL if options.filter in case.name]

@@ -225,7 +225,7 @@ def _load_kernels(
     platform = device.mesh.devices.flat[0].platform
     choice = choose_attention(config, device.config, device.dtype, device.page_dtype, platform)
     if choice.implementation == "cpu":
-        cpu.load(cache_folder() / "kernels")
+        cpu.load(cache_folder() / "kernels", page_dtype=device.page_dtype)
     op = functools.partial(paged_attention, implementation=choice)
     sampling = choose_sampling(config, device.config, platform)
     log = {each.op: str(each) for each in (choice, sampling)}

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 
 from pallas_kernels.ffi import abi
-from pallas_kernels.ffi.abi import compiled, load_i64, named, primitive, smaller, store_i64
+from pallas_kernels.ffi.abi import compiled, load_i64, merged, named, primitive, smaller, store_i64
 
 API_SCHEDULE = abi.Api.XLA_FFI_ThreadPool_Schedule.offset
 API_NUM_THREADS = abi.Api.XLA_FFI_ThreadPool_NumThreads.offset
@@ -36,6 +36,7 @@ DESTROY_ERROR = abi.ErrorDestroyArgs.error.offset
 # State of one call, on the heap: a helper that starts late only touches this block. Counters
 # that several threads change stand on cache lines of their own.
 NEXT, DONE, REFERENCES, COUNT, CONTEXT, STATE_BYTES = 0, 64, 128, 192, 200, 208
+STATE_SLOTS = STATE_BYTES // 8
 SPINS_BEFORE_YIELD = 4000
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
@@ -132,10 +133,21 @@ def destroy_error(frame: int, error: int) -> None:
     call_pointer(load_i64(load_i64(frame + FRAME_API) + API_ERROR_DESTROY), slots)
 
 
+@compiled
+def start_state(state: int, context: int, count: int, helpers: int) -> None:
+    store_i64(state + NEXT, 0)
+    store_i64(state + DONE, 0)
+    store_i64(state + COUNT, count)
+    store_i64(state + CONTEXT, context)
+    store_i64(state + REFERENCES, 2 + helpers)  # the caller, its own task, the helpers
+
+
 def make_parallel_for(item: Callable[[int, int], None], name: str) -> Any:
     """Compiled `run(frame, context, count)`: `item(context, i)` for each i below count.
 
-    Returns when all are done. `name` must belong to this item only (see `abi.named`).
+    Returns when all are done; frame 0: the calling thread does them all. `item` is compiled into
+    one function only, so it may be `abi.merged`. `name` must belong to this item only (see
+    `abi.named`).
     """
 
     def task(state: int) -> None:
@@ -152,19 +164,17 @@ def make_parallel_for(item: Callable[[int, int], None], name: str) -> Any:
     compiled_task = compiled(named(task, f"task_{name}"))
 
     def run(frame: int, context: int, count: int) -> None:
-        helpers = smaller(count, num_threads(frame)) - 1
-        state = 0
+        helpers, state = 0, 0
+        if frame != 0:
+            helpers = smaller(count, num_threads(frame)) - 1
         if helpers > 0:
             state = malloc(STATE_BYTES)
         if state == 0:
-            for index in range(count):
-                item(context, index)
+            alone = stack_slots(STATE_SLOTS)
+            start_state(alone, context, count, 0)
+            compiled_task(alone)
             return
-        store_i64(state + NEXT, 0)
-        store_i64(state + DONE, 0)
-        store_i64(state + COUNT, count)
-        store_i64(state + CONTEXT, context)
-        store_i64(state + REFERENCES, 2 + helpers)  # this function, its own task, the helpers
+        start_state(state, context, count, helpers)
         slots = stack_slots(5)
         store_i64(slots, SCHEDULE_SIZE)
         store_i64(slots + SCHEDULE_CTX, load_i64(frame + FRAME_CTX))
@@ -187,4 +197,4 @@ def make_parallel_for(item: Callable[[int, int], None], name: str) -> Any:
         if atomic_add(state + REFERENCES, -1) == 1:
             free(state)
 
-    return compiled(named(run, f"run_{name}"))
+    return merged(named(run, f"run_{name}"))

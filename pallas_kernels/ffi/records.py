@@ -16,9 +16,10 @@ from numba import types
 from pallas_kernels.ffi.abi import primitive
 
 
-def record(integers: str) -> np.dtype[np.void]:
-    """A record of 64-bit integers (sizes, flags and addresses) with these names."""
-    return np.dtype([(name, np.int64) for name in integers.split()], align=True)
+def record(integers: str, floats: str = "") -> np.dtype[np.void]:
+    """A record of 64-bit integers (sizes, flags and addresses) and of float32 with these names."""
+    fields = [(name, np.int64) for name in integers.split()]
+    return np.dtype([*fields, *((name, np.float32) for name in floats.split())], align=True)
 
 
 def record_at(kind: np.dtype[np.void]) -> Any:

@@ -94,47 +94,51 @@ class Emitter:
         """The larger; NaN when y is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
 
-    def transpose(self, rows: list[Any]) -> list[Any]:
-        """Columns of a square of `lanes` vectors, `lanes` a multiple of 4."""
-        assert len(rows) == self.lanes, (len(rows), self.lanes)
-        assert self.lanes % 4 == 0, self.lanes
-        quads = range(0, self.lanes, 4)
-        low = [i for j in quads for i in (j, self.lanes + j, j + 1, self.lanes + j + 1)]
-        high = [i + 2 for i in low]
-        left = [i for j in quads for i in (j, j + 1, self.lanes + j, self.lanes + j + 1)]
-        right = [i + 2 for i in left]
-        out: list[Any] = [None] * self.lanes
-        for j in quads:  # four rows become columns inside each group of four lanes
-            a, b, c, d = rows[j : j + 4]
-            first, second = self._shuffle(a, b, low), self._shuffle(c, d, low)
-            third, fourth = self._shuffle(a, b, high), self._shuffle(c, d, high)
-            out[j], out[j + 1] = (self._shuffle(first, second, side) for side in (left, right))
-            out[j + 2], out[j + 3] = (self._shuffle(third, fourth, side) for side in (left, right))
-        step = 4
-        while step < self.lanes:  # then groups of lanes change places
-            for i in range(self.lanes):
-                if i & step == 0:
-                    out[i], out[i + step] = self._exchange(out[i], out[i + step], step)
-            step *= 2
-        return out
+    def sum_each(self, rows: list[Any]) -> Any:
+        """A vector whose lane i is the sum of the lanes of rows[i]; `lanes` rows, a power of two.
 
-    def _exchange(self, x: Any, y: Any, step: int) -> tuple[Any, Any]:
-        lanes = range(self.lanes)
-        first = [self.lanes + j - step if j & step else j for j in lanes]
-        second = [self.lanes + j if j & step else j + step for j in lanes]
-        return self._shuffle(x, y, first), self._shuffle(x, y, second)
+        Every sum is a tree: lanes i and i + lanes / 2 are added, then their sums i and
+        i + lanes / 4, and so on, as `sum_tree` does with as many vectors.
+        """
+        assert len(rows) == self.lanes, (len(rows), self.lanes)
+        step = self.lanes // 2
+        while len(rows) > 1:
+            lanes, half = range(self.lanes), len(rows) // 2
+            low = [j if j & step == 0 else self.lanes + j - step for j in lanes]
+            high = [lane + step for lane in low]
+            rows = [
+                self.builder.fadd(self._shuffle(x, y, low), self._shuffle(x, y, high))
+                for x, y in zip(rows[:half], rows[half:], strict=True)
+            ]
+            step //= 2
+        return rows[0]
+
+    def sum_tree(self, rows: list[Any]) -> Any:
+        """The sum of a power of two of vectors, in the order in which `sum_each` adds lanes."""
+        while len(rows) > 1:
+            half = len(rows) // 2
+            rows = [self.builder.fadd(x, y) for x, y in zip(rows[:half], rows[half:], strict=True)]
+        return rows[0]
+
+    def sum_lanes(self, vector: Any) -> Any:
+        """The sum of a vector's lanes in all lanes, in the order of `sum_each`."""
+        return self._over_lanes(vector, self.builder.fadd)
+
+    def max_lanes(self, vector: Any) -> Any:
+        """The largest of a vector's lanes in all lanes."""
+        return self._over_lanes(vector, self.maximum)
+
+    def _over_lanes(self, vector: Any, join: Callable[[Any, Any], Any]) -> Any:
+        step = self.lanes // 2
+        while step:
+            other = self._shuffle(vector, vector, [j ^ step for j in range(self.lanes)])
+            vector = join(vector, other)
+            step //= 2
+        return vector
 
     def _shuffle(self, x: Any, y: Any, mask: list[int]) -> Any:
         kind = ir.VectorType(I32, self.lanes)
         return self.builder.shuffle_vector(x, y, ir.Constant(kind, mask))
-
-    def collect(self, addresses: list[Any]) -> Any:
-        """A vector of the floats at `lanes` addresses."""
-        vector = ir.Constant(self.floats, ir.Undefined)
-        for i, address in enumerate(addresses):
-            value = Emitter(self.builder, 1).load(address)
-            vector = self.builder.insert_element(vector, value, ir.Constant(I32, i))
-        return vector
 
     def exp2(self, x: Any) -> Any:
         """2**x for x <= 127; 0 below -126, NaN for NaN. Relative error about 1e-7."""
@@ -148,6 +152,13 @@ class Emitter:
         scaled = b.fmul(total, b.bitcast(power, self.floats))
         tiny = b.fcmp_ordered("<", x, self.constant(_SMALLEST_EXPONENT))
         return b.select(tiny, self.constant(0.0), scaled)
+
+
+def variable(e: Emitter, start: Any = None) -> Any:
+    """A vector variable (a pointer), zero or `start`; the optimiser keeps it in a register."""
+    place = cgutils.alloca_once(e.builder, e.floats)
+    e.builder.store(e.constant(0.0) if start is None else start, place)
+    return place
 
 
 @contextmanager

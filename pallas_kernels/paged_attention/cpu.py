@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.paged_attention.reference import KVPages, PagedBatch
+from pallas_kernels.paged_attention.reference import QUANTISED, KVPages, PagedBatch
 
 if TYPE_CHECKING:
     from pallas_kernels.ffi.targets import Loaded
 
-TARGET = "jaxserve_paged_attention"
+#: What q, k and v may be, and the pages.
 DTYPES = ("float32", "bfloat16")
+PAGE_DTYPES = (*DTYPES, *QUANTISED)
 
 
 def refusals(
@@ -45,9 +46,9 @@ def refusals(
             reasons.append(f"the package {package} is not installed")
     if sys.maxsize < 2**62 or sys.byteorder != "little":
         reasons.append("it needs a 64-bit little-endian machine")
-    for what, given in (("q, k and v", dtype), ("pages", page_dtype)):
-        if (name := jnp.dtype(given).name) not in DTYPES:
-            reasons.append(f"{what} of {name} are not among {', '.join(DTYPES)}")
+    for what, given, known in (("q, k and v", dtype, DTYPES), ("pages", page_dtype, PAGE_DTYPES)):
+        if (name := jnp.dtype(given).name) not in known:
+            reasons.append(f"{what} of {name} are not among {', '.join(known)}")
     if num_heads % num_kv_heads:
         reasons.append(f"{num_heads} query heads do not share {num_kv_heads} KV heads evenly")
     if head_size < 1 or page_size < 1:
@@ -55,16 +56,36 @@ def refusals(
     return reasons
 
 
-def load(cache_dir: pathlib.Path | None = None) -> Loaded:
-    """Compiles the kernel, or loads it from `cache_dir`, and tells XLA about it.
+def load(cache_dir: pathlib.Path | None = None, *, page_dtype: DTypeLike = jnp.float32) -> Loaded:
+    """Compiles the kernel for pages of a dtype, or loads it, and tells XLA about it.
 
-    The first call of a process does the work. `paged_attention` calls it when needed; call it before a serialised executable that
-    holds the kernel is loaded, and to choose the folder (None: `ffi.targets.default_cache_dir`).
+    The first call of a process for a dtype does the work. `paged_attention` calls it when needed;
+    call it before a serialised executable that holds the kernel is loaded, and to choose the folder
+    (None: `ffi.targets.default_cache_dir`).
     """
-    from pallas_kernels.ffi import targets
-    from pallas_kernels.paged_attention import cpu_call, cpu_kernel, cpu_tiles
+    from pallas_kernels.ffi import records, targets
+    from pallas_kernels.paged_attention import (
+        cpu_call,
+        cpu_few,
+        cpu_handlers,
+        cpu_kernel,
+        cpu_pages,
+        cpu_panels,
+        cpu_parts,
+        cpu_rows,
+        cpu_tile,
+        reference,
+    )
 
-    return targets.load(TARGET, cpu_kernel.handler, (cpu_tiles, cpu_call, cpu_kernel), cache_dir)
+    handler = cpu_handlers.HANDLERS[jnp.dtype(page_dtype).name]
+    modules = [records, reference, cpu_call, cpu_pages, cpu_rows, cpu_panels, cpu_parts]
+    modules += [cpu_few, cpu_tile, cpu_kernel, cpu_handlers]
+    return targets.load(target(page_dtype), handler, modules, cache_dir)
+
+
+def target(page_dtype: DTypeLike) -> str:
+    """The name under which XLA knows the kernel for pages of a dtype."""
+    return f"jaxserve_paged_attention_{jnp.dtype(page_dtype).name}"
 
 
 def paged_attention(
@@ -85,15 +106,40 @@ def paged_attention(
     only. Block tables that name a page outside of the pool, and lengths that contradict one
     another, end in an error of the step.
     """
-    load()
+    out, pages, _ = paged_attention_with_lse(
+        q, k, v, pages, batch, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+    )
+    return out, pages
+
+
+def paged_attention_with_lse(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: KVPages,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, KVPages, jax.Array]:
+    """As `paged_attention`, and `lse` [T, N] float32: -inf in rows of padding."""
+    load(page_dtype=pages.k.dtype)
     if sinks is None:
         sinks = jnp.zeros((0,), jnp.float32)
+    leaves = [leaf for leaf in pages if leaf is not None]
     outputs = tuple(
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # type: ignore[no-untyped-call]
-        for leaf in (pages.k, pages.v, q)
+        jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
+        for shape, dtype in (
+            *((leaf.shape, leaf.dtype) for leaf in leaves),
+            (q.shape, q.dtype),
+            (q.shape[:2], jnp.float32),
+        )
     )
-    call = jax.ffi.ffi_call(TARGET, outputs, input_output_aliases={7: 0, 8: 1})
-    new_k, new_v, out = call(
+    aliases = {7 + i: i for i in range(len(leaves))}
+    call = jax.ffi.ffi_call(target(pages.k.dtype), outputs, input_output_aliases=aliases)
+    *new_leaves, out, lse = call(
         q,
         k,
         v,
@@ -101,10 +147,9 @@ def paged_attention(
         batch.cu_q_lens.astype(jnp.int32),
         batch.kv_lens.astype(jnp.int32),
         sinks.astype(jnp.float32),
-        pages.k,
-        pages.v,
+        *leaves,
         scale=np.float64(scale),
         soft_cap=np.float64(soft_cap or 0.0),
         window=np.int64(window or 0),
     )
-    return out, KVPages(new_k, new_v)
+    return out, KVPages(*new_leaves), lse

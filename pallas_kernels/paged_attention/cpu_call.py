@@ -1,14 +1,14 @@
-"""What the threads of one attention call share, and how its arrays are read (step 6b, CPU).
+"""What the threads of one attention call share, and how its arrays are addressed (step 6b, CPU).
 
-Knows the layout of the operands; the arithmetic is in `cpu_tiles` and `cpu_kernel`.
+Knows the layout of the operands; the arithmetic is in `cpu_rows` and `cpu_panels`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
 
 from pallas_kernels.ffi import abi, vectors
@@ -17,59 +17,39 @@ from pallas_kernels.ffi.abi import (
     compiled,
     float_of_bits,
     inlined,
+    larger,
     load_f32,
     load_u16,
     primitive,
-    smaller,
     store_f32,
-    store_i32,
     store_u16,
 )
+from pallas_kernels.ffi.records import record, record_at
+from pallas_kernels.ffi.vectors import LANES
 
-#: Rows that one item of the page write stores.
-WRITE_ROWS = 32
+#: Positions folded per step of the softmax, and per partial result. Both stand at fixed places
+#: of a sequence; multiples of LANES.
+BLOCK, SPLIT = 64, 256
+#: Head sizes are padded to whole pairs of vectors.
+HEAD_STEP = 2 * LANES
+VECTOR_BYTES = 4 * LANES
+LINE = 64
+LOG2_E = 1.4426950408889634
+#: Running maximum before any score, and the score of a position that a row must not see. The
+#: second is so much lower that its weight is exactly zero, also before any score was seen.
+EMPTY, MASKED = -1e29, -1e30
 
-
-def _record(integers: str, floats: str = "") -> np.dtype[np.void]:
-    fields = [(name, np.int64) for name in integers.split()]
-    return np.dtype([*fields, *((name, np.float32) for name in floats.split())], align=True)
-
-
-#: One call: addresses, flags, and sizes by their letters (M: pages of a block table's row).
+#: One call: addresses, flags, and sizes by their letters (M: pages of a block table's row;
+#: width: H padded to HEAD_STEP; heads: KV heads per item where pages are read in place).
 #: item_starts [B + 1], partial_starts [B] and counters [B, K] are int64, partials float32.
-CALL = _record(
-    "q k v out tables cu_q_lens kv_lens sinks pages_k pages_v q_bf16 k_bf16 v_bf16 pages_bf16 "
-    "T N K G H B M P page_size window has_sinks capped failed item_starts partial_starts counters "
-    "partials",
+CALL = record(
+    "q k v out lse tables cu_q_lens kv_lens sinks pages_k pages_v scales_k scales_v "
+    "q_bf16 k_bf16 v_bf16 T N K G H B M P page_size width in_place heads window has_sinks capped "
+    "failed item_starts partial_starts counters partials",
     "multiplier soft_cap",
 )
-#: One tile of query rows while it is worked on: where it belongs, and addresses of its floats:
-#: queries [panel, H, lanes], tops, totals, shrinks, lows, highs [lanes] (the latter two int32),
-#: sums [rows, H], weights [BLOCK, lanes of a panel], the same for what was merged so far, and a
-#: block's keys and values [BLOCK, H] where they are gathered.
-TILE = _record(
-    "sequence head first_row rows queries tops totals shrinks lows highs sums weights "
-    "merged_tops merged_totals merged_sums gathered block_k block_v"
-)
-CALL_BYTES, TILE_BYTES = CALL.itemsize, TILE.itemsize
-
-
-def _record_at(record: np.dtype[np.void]) -> Any:
-    """A primitive: the record that stands at an address."""
-    kind = numba.from_dtype(record)
-
-    def at(typing_context: Any, address: Any) -> Any:
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(kind))
-
-        return kind(types.intp), emit
-
-    return primitive(at)
-
-
-# Functions take the address and open the record inside: Numba would spell out all fields of a
-# record among the arguments in the name of the function, at a cost in compile time.
-call_at, tile_at = _record_at(CALL), _record_at(TILE)
+CALL_BYTES = CALL.itemsize
+call_at = record_at(CALL)
 
 
 @primitive
@@ -95,6 +75,22 @@ def element_bytes(typing_context: Any, is_bf16: Any) -> Any:
     return types.int64(types.int64), emit
 
 
+@primitive
+def copy_bytes(typing_context: Any, source: Any, target: Any, count: Any) -> Any:
+    """memcpy."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = abi.I8.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, byte, abi.I64, ir.IntType(1)])
+        name = "llvm.memcpy.p0.p0.i64"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        places = [builder.inttoptr(args[i], byte) for i in (1, 0)]
+        builder.call(function, [*places, args[2], ir.Constant(ir.IntType(1), 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.int64), emit
+
+
 @inlined
 def load_float(address: int, index: int, is_bf16: int) -> Any:
     if is_bf16 != 0:
@@ -116,60 +112,48 @@ def store_float(address: int, index: int, is_bf16: int, value: Any) -> None:
 
 
 @compiled
-def copy_floats(source: int, from_bf16: int, target: int, to_bf16: int, count: int) -> None:
-    """`count` floats from one place to another, converted where the types differ."""
-    if from_bf16 == 0 and to_bf16 == 0:
-        for i in range(count):
-            store_f32(target + 4 * i, load_f32(source + 4 * i))
-    elif to_bf16 == 0:
-        for i in range(count):
-            bits = np.uint32(load_u16(source + 2 * i)) << 16
-            store_i32(target + 4 * i, np.int32(bits))
-    else:
-        for i in range(count):
-            store_float(target, i, to_bf16, load_float(source, i, from_bf16))
+def fill_floats(address: int, count: int, value: Any) -> None:
+    for i in range(count):
+        store_f32(address + 4 * i, value)
 
 
 @compiled
-def place_in_pages(context: int, sequence: int, head: int, position: int) -> Any:
-    """Index of the first element, in either pool, of a sequence's position.
+def token_in_pages(context: int, sequence: int, head: int, position: int) -> Any:
+    """Which of a pool's P * K * page_size tokens is a sequence's position, for a KV head.
 
     A page that the pool does not have is noted and taken to be the trash page.
     """
     call = call_at(context)
-    entry = sequence * call.M + position // call.page_size
-    page = int_at(call.tables, entry)
+    page = int_at(call.tables, sequence * call.M + position // call.page_size)
     if page < 0 or page >= call.P:
         call.failed = 1
         page = np.int64(0)
-    return ((page * call.K + head) * call.page_size + position % call.page_size) * call.H
+    return (page * call.K + head) * call.page_size + position % call.page_size
 
 
 @compiled
-def write_rows(context: int, item: int) -> None:
-    """Stores k and v of WRITE_ROWS rows in their pages."""
+def query_place(context: int, sequence: int, head: int, row: int) -> Any:
+    """Which of the T * N rows of q is a row (query token, head of the group) of a KV head."""
     call = call_at(context)
-    end = smaller((item + 1) * WRITE_ROWS, int_at(call.cu_q_lens, call.B))
-    sequence = 0
-    for row in range(item * WRITE_ROWS, end):
-        while int_at(call.cu_q_lens, sequence + 1) <= row:
-            sequence += 1
-        position = int_at(call.kv_lens, sequence) - int_at(call.cu_q_lens, sequence + 1) + row
-        size = element_bytes(call.pages_bf16)
-        for head in range(call.K):
-            place = size * place_in_pages(context, sequence, head, position)
-            start = (row * call.K + head) * call.H
-            copy_floats(
-                call.k + element_bytes(call.k_bf16) * start,
-                call.k_bf16,
-                call.pages_k + place,
-                call.pages_bf16,
-                call.H,
-            )
-            copy_floats(
-                call.v + element_bytes(call.v_bf16) * start,
-                call.v_bf16,
-                call.pages_v + place,
-                call.pages_bf16,
-                call.H,
-            )
+    token = int_at(call.cu_q_lens, sequence) + row // call.G
+    return token * call.N + head * call.G + row % call.G
+
+
+@compiled
+def row_bounds(context: int, sequence: int, row: int) -> Any:
+    """First and last position that a row of a sequence's query rows may see."""
+    call = call_at(context)
+    start, end = int_at(call.cu_q_lens, sequence), int_at(call.cu_q_lens, sequence + 1)
+    high = int_at(call.kv_lens, sequence) - (end - start) + row // call.G
+    low = np.int64(0)
+    if call.window > 0:
+        low = larger(low, high - call.window + 1)
+    return low, high
+
+
+@compiled
+def tile_splits(context: int, sequence: int, first_row: int, rows: int) -> Any:
+    """First split that a tile reads, and how many."""
+    low, _ = row_bounds(context, sequence, first_row)
+    _, high = row_bounds(context, sequence, first_row + rows - 1)
+    return low // SPLIT, high // SPLIT - low // SPLIT + 1
