@@ -58,18 +58,18 @@ def choose(
 
     platform: "cpu", "gpu" or "tpu", as `jax.Device.platform` has it. kernels: "auto", or the name
     of the only implementation allowed ("reference" for the definition); a name that only other ops
-    have means "auto". facts: what the op's
-    `refusals` functions take, for paged_attention: dtype, page_dtype, num_heads, num_kv_heads,
-    head_size, page_size; for quantized_matmul: dtype, scheme, out_size, in_size; for
-    sample: vocab_size; for grouped_matmul: dtype. Raises KernelError with every reason when all refuse.
+    have means "auto". facts: what the op's `refusals` functions take: for paged_attention dtype,
+    page_dtype, num_heads, num_kv_heads, head_size, page_size; for quantized_matmul dtype, scheme,
+    out_size, in_size; for sample vocab_size; for grouped_matmul dtype. Raises KernelError with every
+    reason when all refuse.
     """
     if op not in implementations:
         raise KernelError(f"there is no op {op!r}; there are {', '.join(implementations)}")
     names = implementations[op]
     if kernels not in (AUTO, *names):
-        every = sorted({name for each in implementations.values() for name in each})
-        if kernels not in every:
-            raise KernelError(f"kernels is {kernels!r}; use {AUTO} or one of {', '.join(every)}")
+        known = sorted({name for each in implementations.values() for name in each})
+        if kernels not in known:
+            raise KernelError(f"kernels is {kernels!r}; use {AUTO} or one of {', '.join(known)}")
         kernels = AUTO
     refused: dict[str, tuple[str, ...]] = {}
     for name in names:

@@ -51,5 +51,5 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> 
         return new
 
     empty = jnp.zeros((num_rows + tile, out_width), jnp.float32)
-    out = lax.fori_loop(0, last_tiles[-1], compute_tile, empty)
+    out: jax.Array = lax.fori_loop(0, last_tiles[-1], compute_tile, empty)
     return out[:num_rows].astype(x.dtype)

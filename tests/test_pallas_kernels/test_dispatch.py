@@ -107,7 +107,7 @@ def test_forced_implementation_that_cannot_work_is_an_error() -> None:
 def test_unknown_names() -> None:
     with pytest.raises(KernelError, match="there is no op 'fly'"):
         dispatch.choose("fly", platform="cpu")
-    with pytest.raises(KernelError, match="use auto or one of .*cpu.*reference"):
+    with pytest.raises(KernelError, match=r"use auto or one of .*cpu.*reference"):
         choose(kernels="fastest")
 
 
