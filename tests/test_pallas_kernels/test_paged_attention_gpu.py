@@ -78,6 +78,13 @@ def test_equals_the_definition(name: str, dtype: str, page_dtype: str) -> None:
     assert_right(inputs, run(inputs), expected(inputs))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases.SMALL, ids=[case.name for case in cases.SMALL])
+def test_every_small_case(case: Case) -> None:
+    inputs = cases.make_inputs(case)
+    assert_right(inputs, run(inputs), expected(inputs))
+
+
 #: One sequence of every kind: few query tokens over several splits, and more than a tile.
 COMPANY = Case(
     name="company",
