@@ -20,10 +20,11 @@ NAMES = [name for name in IMPLEMENTATIONS["paged_attention"] if name in ("cpu", 
 BY_NAME = {case.name: case for case in cases.SMALL}
 OTHER_DTYPES = ("decode", "mixed", "everything", "head-size-3")
 #: Every case in float32, some with other dtypes of q, k and v, and of the pages.
-CASES = [(case, "float32", "float32") for case in cases.SMALL] + [
-    (BY_NAME[name], "bfloat16", page_dtype)
-    for name in OTHER_DTYPES
-    for page_dtype in ("float32", "bfloat16")
+CASES = [
+    *((case, "float32", "float32") for case in cases.SMALL),
+    *((BY_NAME[n], "bfloat16", p) for n in OTHER_DTYPES for p in ("float32", "bfloat16")),
+    *((BY_NAME[n], "float32", p) for n in OTHER_DTYPES for p in reference.QUANTISED),
+    (BY_NAME["mixed"], "bfloat16", "int8"),
 ]
 
 
@@ -38,7 +39,10 @@ def run(inputs: Inputs, implementation: str = "cpu") -> tuple[np.ndarray, KVPage
 def stored(leaf: jax.Array, scale: jax.Array | None) -> np.ndarray:
     """What the pages' numbers stand for, float64."""
     numbers = np.asarray(leaf.astype(jnp.float32), np.float64)
-    return numbers if scale is None else numbers * np.asarray(scale, np.float64)[..., None]
+    if scale is None:
+        return numbers
+    with np.errstate(invalid="ignore"):  # scales of free pages are NaN
+        return numbers * np.asarray(scale, np.float64)[..., None]
 
 
 def expected(case: Case, inputs: Inputs, pages: KVPages) -> np.ndarray:
@@ -114,8 +118,10 @@ def test_writes_its_rows_and_nothing_else(case_name: str, name: str) -> None:
         assert np.asarray(after)[1:].tobytes() == want[1:].tobytes()
 
 
-def test_pages_are_donated_in_place() -> None:
-    inputs = cases.make_inputs(BY_NAME["mixed"])
+@pytest.mark.parametrize("page_dtype", ["float32", "int8"])
+def test_pages_are_donated_in_place(page_dtype: str) -> None:
+    """Scales, where there are any, too."""
+    inputs = cases.make_inputs(BY_NAME["mixed"], page_dtype=page_dtype)
     call = jax.jit(
         functools.partial(api.paged_attention, implementation="cpu", **inputs.options),
         donate_argnums=(3,),
@@ -148,23 +154,34 @@ def pick_sequence(inputs: Inputs, case: Case, b: int) -> tuple[Inputs, slice]:
     return alone, rows
 
 
-@pytest.mark.parametrize("case_name", ["mixed", "decode", "everything", "ragged"])
-def test_company_makes_no_difference(case_name: str) -> None:
+COMPANY = [(name, "float32") for name in ("mixed", "decode", "everything", "ragged")] + [
+    ("mixed", page_dtype) for page_dtype in ("bfloat16", "int8", "float8_e4m3fn")
+]
+
+
+@pytest.mark.parametrize(("case_name", "page_dtype"), COMPANY)
+def test_company_makes_no_difference(case_name: str, page_dtype: str) -> None:
     """Bit for bit the same alone and in a batch."""
     case = BY_NAME[case_name]
-    inputs = cases.make_inputs(case)
+    inputs = cases.make_inputs(case, page_dtype=page_dtype)
     together, _ = run(inputs)
     for b in range(len(case.q_lens)):
         alone, rows = pick_sequence(inputs, case, b)
         assert run(alone)[0].tobytes() == together[rows].tobytes()
 
 
-@pytest.mark.parametrize("case_name", ["prefill-of-many-tiles", "everything", "gemma", "odd-group"])
-def test_chunks_make_no_difference(case_name: str) -> None:
+CHUNKS = [
+    *((name, "float32") for name in ("prefill-of-many-tiles", "everything", "gemma", "odd-group")),
+    *(("everything", page_dtype) for page_dtype in ("bfloat16", "int8", "float8_e4m3fn")),
+]
+
+
+@pytest.mark.parametrize(("case_name", "page_dtype"), CHUNKS)
+def test_chunks_make_no_difference(case_name: str, page_dtype: str) -> None:
     """A row's result is bit for bit the same in a long chunk, short ones, and as a decode."""
     case = BY_NAME[case_name]
     b = int(np.argmax(case.q_lens))
-    whole, _ = pick_sequence(cases.make_inputs(case), case, b)
+    whole, _ = pick_sequence(cases.make_inputs(case, page_dtype=page_dtype), case, b)
     want, _ = run(whole)
     q_len, kv_len = case.q_lens[b], case.kv_lens[b]
     for size in (1, 7, 64):
@@ -193,9 +210,11 @@ def make_mesh(parts: int) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(devices, ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("name", NAMES)
-def test_kv_heads_split_over_devices(name: str, parts: int) -> None:
+SPLITS = [("cpu", 2, "float32"), ("cpu", 4, "float32"), ("cpu", 2, "int8")]
+
+
+@pytest.mark.parametrize(("name", "parts", "page_dtype"), [*SPLITS, ("reference", 2, "float32")])
+def test_kv_heads_split_over_devices(name: str, parts: int, page_dtype: str) -> None:
     """Under shard_map the devices call concurrently, each in place on its own KV heads."""
     case = cases.Case(
         name="sharded",
@@ -207,7 +226,7 @@ def test_kv_heads_split_over_devices(name: str, parts: int) -> None:
         sinks=True,
         padding_rows=4,
     )
-    inputs = cases.make_inputs(case)
+    inputs = cases.make_inputs(case, page_dtype=page_dtype)
     mesh = make_mesh(parts)
     spec = jax.P(None, "tensor")
     options = {key: value for key, value in inputs.options.items() if key != "sinks"}
@@ -270,9 +289,12 @@ def _with_batch(inputs: Inputs, batch: PagedBatch) -> Inputs:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("plant", [shift_mask, stale_page])
-def test_planted_faults_are_found(plant: Callable[[Inputs], Inputs], name: str) -> None:
+@pytest.mark.parametrize("page_dtype", ["float32", "int8"])
+def test_planted_faults_are_found(
+    plant: Callable[[Inputs], Inputs], name: str, page_dtype: str
+) -> None:
     case = BY_NAME["decode"]
-    inputs = cases.make_inputs(case)
+    inputs = cases.make_inputs(case, page_dtype=page_dtype)
     _, pages = run(inputs, name)
     want = expected(case, inputs, pages)
     got, _ = run(plant(inputs), name)
