@@ -8,6 +8,7 @@ and used. Knows no JAX.
 """
 
 # ruff: noqa: N803 - static arguments of Triton kernels have capitals
+# mypy: disable-error-code="untyped-decorator,valid-type,name-defined"
 
 import importlib
 from typing import Any
@@ -15,14 +16,12 @@ from typing import Any
 triton = importlib.import_module("triton")
 tl = importlib.import_module("triton.language")
 
-#: Triton reads annotations as text (so they stand in quotes): arguments of this one are static.
-constexpr = Any
-#: A pointer to the first number of an array.
+#: A pointer to the first number of an array. In quotes, because Triton's compiler looks names up.
 Pointer = Any
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _no_sums(BLOCK_M: "constexpr", BLOCK_N: "constexpr", WHOLE: "constexpr") -> "Any":
+@triton.jit
+def _no_sums(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr) -> "Any":
     """Zeros, int32 or float32."""
     if WHOLE:
         sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
@@ -31,8 +30,8 @@ def _no_sums(BLOCK_M: "constexpr", BLOCK_N: "constexpr", WHOLE: "constexpr") -> 
     return sums
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_dot(total: "Any", x: "Any", y: "Any", UPCAST: "constexpr") -> "Any":
+@triton.jit
+def _add_dot(total: "Any", x: "Any", y: "Any", UPCAST: tl.constexpr) -> "Any":
     """total + x [m, k] times y [n, k] transposed."""
     if UPCAST:
         total = tl.dot(x.to(tl.float32), tl.trans(y), total, input_precision="ieee")
@@ -41,16 +40,16 @@ def _add_dot(total: "Any", x: "Any", y: "Any", UPCAST: "constexpr") -> "Any":
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _load_values(
     values: "Pointer",
     n: "Any",
     k0: "Any",
-    IN_SIZE: "constexpr",
-    OUT_SIZE: "constexpr",
-    BLOCK_K: "constexpr",
-    NIBBLES: "constexpr",
-    CENTRE: "constexpr",
+    IN_SIZE: tl.constexpr,
+    OUT_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NIBBLES: tl.constexpr,
+    CENTRE: tl.constexpr,
 ) -> "Any":
     """Values [BLOCK_N, BLOCK_K] as they are stored, nibbles as int8."""
     row = n.to(tl.int64)[:, None]
@@ -67,9 +66,9 @@ def _load_values(
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _add_float(
-    total: "Any", x: "Any", values: "Any", WIDE: "constexpr", UPCAST: "constexpr"
+    total: "Any", x: "Any", values: "Any", WIDE: tl.constexpr, UPCAST: tl.constexpr
 ) -> "Any":
     """total + x times values, float32: x of float32 as three bfloat16 numbers that add up to it."""
     y = values.to(tl.float32) if UPCAST else values.to(tl.bfloat16)
@@ -86,7 +85,7 @@ def _add_float(
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def matmul(
     x: "Pointer",
     values: "Pointer",
@@ -94,23 +93,23 @@ def matmul(
     zeros: "Pointer",
     x_scales: "Pointer",
     out: "Pointer",
-    ROWS: "constexpr",
-    OUT_SIZE: "constexpr",
-    IN_SIZE: "constexpr",
-    INTEGERS: "constexpr",
-    NIBBLES: "constexpr",
-    CENTRE: "constexpr",
-    WIDE: "constexpr",
-    GROUPED: "constexpr",
-    ZEROS: "constexpr",
-    X_SCALES: "constexpr",
-    BLOCK_M: "constexpr",
-    BLOCK_N: "constexpr",
-    BLOCK_K: "constexpr",
-    SPLIT: "constexpr",
-    SPLITS: "constexpr",
-    PARTS: "constexpr",
-    UPCAST: "constexpr",
+    ROWS: tl.constexpr,
+    OUT_SIZE: tl.constexpr,
+    IN_SIZE: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    NIBBLES: tl.constexpr,
+    CENTRE: tl.constexpr,
+    WIDE: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    X_SCALES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    UPCAST: tl.constexpr,
 ) -> None:
     """out [ROWS, OUT_SIZE], or its raw sums [PARTS, ROWS, OUT_SIZE] where PARTS is not 1.
 
