@@ -20,7 +20,7 @@ IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "paged_attention": ("cpu", "tpu", "gpu", "reference"),
     "grouped_matmul": ("ragged_dot", "tokamax", "tiles", "reference"),
     "sample": ("xla", "reference"),
-    "quantized_matmul": ("cpu", "gpu", "reference"),
+    "quantized_matmul": ("cpu", "tpu", "gpu", "reference"),
 }
 #: What `kernels` may be: the best that works, or one implementation and nothing else.
 AUTO, REFERENCE = "auto", "reference"

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.parallel.mesh import REPLICATED_IF_UNEVEN, LogicalAxes, tensor_parallel_size
 from jaxserve.quantization.weights import WeightFormat, is_split, multiply, take_rows
-from pallas_kernels.quantized_matmul.quantize import abstract_weight
+from pallas_kernels.quantized_matmul.api import abstract_packed
 from pallas_kernels.quantized_matmul.scheme import QuantizedWeight
 
 #: What stands in a parameter's metadata instead of the name of its start values.
@@ -42,7 +42,10 @@ class Recipe:
 
 def quantized_parameters(recipe: Recipe, axes: LogicalAxes) -> list[nnx.Param[jax.Array] | None]:
     """Abstract values, scales and zero points (None without): always loaded, never initialised."""
-    weight = abstract_weight(recipe.out_size, recipe.in_size, recipe.form.scheme)
+    form = recipe.form
+    weight = abstract_packed(
+        recipe.out_size, recipe.in_size, form.scheme, implementation=form.implementation
+    )
     return [
         None if leaf is None else nnx.Param(leaf, logical_axes=axes, init=QUANTIZED, recipe=recipe)
         for leaf in weight

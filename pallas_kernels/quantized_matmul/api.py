@@ -9,8 +9,9 @@
 The number of rows M is no fact of the choice: an implementation serves all. An implementation is
 a module with `refusals(*, platform, dtype, scheme, out_size, in_size)` and
 `quantized_matmul(x, weight, scheme, *, out_dtype)`; one that reads weights in a layout of its own
-also has `pack(weight, scheme)`, which keeps shapes, and `take_rows(weight, scheme, row_ids)`. Must not know models, files or the mesh: each device runs it
-on its own part of the weight (`jax.shard_map`), packed part by part.
+also has `pack(weight, scheme)`, which keeps shapes, and `take_rows(weight, scheme, row_ids)`. Must
+not know models, files or the mesh: each device runs it on its own part of the weight
+(`jax.shard_map`), packed part by part.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "SCHEMES",
     "QuantizedWeight",
     "Scheme",
+    "abstract_packed",
     "abstract_weight",
     "dequantize",
     "named_scheme",
@@ -45,10 +47,22 @@ def pack(
 ) -> QuantizedWeight:
     """A weight of the natural layout in the one that `implementation` reads.
 
-    Shapes and the dtype of values stay; scales and zero points may become float32. Where a weight is split over devices each packs its own part.
+    Shapes and the dtype of values stay; scales and zero points may become float32, and float16 the
+    same bits as uint16. Where a weight is split over devices each packs its own part.
     """
     own = getattr(_module(implementation), "pack", None)
     return weight if own is None else own(weight, scheme)
+
+
+def abstract_packed(
+    out_size: int, in_size: int, scheme: Scheme, *, implementation: Choice | str
+) -> QuantizedWeight:
+    """Shapes and dtypes of what `pack` makes of a weight [N, K], without arrays."""
+    packed: QuantizedWeight = jax.eval_shape(
+        lambda weight: pack(weight, scheme, implementation=implementation),
+        abstract_weight(out_size, in_size, scheme),
+    )
+    return packed
 
 
 def quantized_matmul(
@@ -109,7 +123,8 @@ def _check(x: jax.Array, weight: QuantizedWeight, scheme: Scheme) -> None:
                 found.append(f"{name} are {'missing' if leaf is None else 'not in the scheme'}")
         elif leaf.shape != wanted.shape or leaf.dtype not in (
             wanted.dtype,
-            wanted.dtype if name == "values" else jnp.float32,
+            *(() if name == "values" else (jnp.float32,)),
+            *((jnp.uint16,) if wanted.dtype == jnp.float16 else ()),
         ):
             given = f"{leaf.dtype} {leaf.shape}"
             found.append(f"{name} are {given}, not {wanted.dtype} {wanted.shape}")
