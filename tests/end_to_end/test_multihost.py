@@ -89,6 +89,7 @@ def test_a_follower_that_dies_ends_open_answers_with_an_error_and_the_server_say
         assert not alive
 
 
+@pytest.mark.slow
 def test_a_batch_over_two_processes_is_that_of_one(model, alone, tmp_path):
     prompts = ["abc" * number for number in (1, 9, 2)]
     sampling = {"max_tokens": 6, "ignore_eos": True}
