@@ -93,8 +93,8 @@ def test_missing_numba_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_reasons_stand_in_the_error() -> None:
     with pytest.raises(KernelError) as error:
-        choose("tpu", page_dtype="int8", num_heads=10)
-    for part in ("not on tpu", "pages of int8 are not among", "reference:", "10 query heads"):
+        choose("tpu", page_dtype="float16", num_heads=10)
+    for part in ("not on tpu", "pages of float16 are not among", "reference:", "10 query heads"):
         assert part in str(error.value)
     assert "\n" not in str(error.value)
 
