@@ -109,10 +109,10 @@ class Strip:
 def end_kernel(plan: Plan, refs: Refs) -> None:
     """One scale per output."""
     _clear_sums(refs)
-    whole_numbers = refs.x.dtype == jnp.int8
     columns = _x_columns(plan, refs, 0, plan.blocks.columns)
     for half, values in enumerate(halves(refs.values[...], plan.facts.scheme)):
-        right = values.astype(jnp.int8) if whole_numbers else to_bfloat16(values)
+        short = refs.x.dtype in (jnp.int8, jnp.float8_e4m3fn)
+        right = values.astype(refs.x.dtype) if short else to_bfloat16(values)
         for plane in range(refs.x.shape[1]):
             refs.sums[...] += _times_weight(plan, refs.x[half, plane, :, columns], right)
 
@@ -309,7 +309,7 @@ def _times_weight(plan: Plan, x: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _dot(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Sums over one axis of each side; int8 gives int32, other numbers (bfloat16) float32."""
+    """Sums over one axis of each side; int8 gives int32, bfloat16 and fp8 float32."""
     return lax.dot_general(
         left,
         right,

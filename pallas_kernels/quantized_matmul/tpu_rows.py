@@ -63,8 +63,8 @@ def _planes(rounded: jax.Array, plan: Plan) -> list[jax.Array]:
         return [(rounded >> 8).astype(jnp.bfloat16), (rounded & 255).astype(jnp.bfloat16)]
     if rounded.dtype == jnp.float32:
         return planes_of(rounded, plan.facts.num_planes(plan.blocks.way))
-    if rounded.dtype == jnp.int8 and plan.blocks.way == "end":
-        return [rounded]
+    if plan.blocks.way == "end":
+        return [rounded]  # int8 or fp8, as its weight is
     return [rounded.astype(jnp.bfloat16)]
 
 

@@ -86,6 +86,8 @@ def copies_of(compiled: Any, case: Case, scheme: Scheme) -> list[str]:
     """
     weight = abstract_weight(case.out_size, case.in_size, scheme)
     sizes = {leaf.size for leaf in weight[: 1 if scheme.group is None else 2] if leaf is not None}
+    sizes.add(case.out_size * case.in_size)
+    sizes.discard(max(case.rows, 8) * case.in_size)  # x
     made = re.compile(r"= (s8|u8|f8e4m3fn|u16|f16|f32|bf16|s32)\[([\d,]+)\]\S* ([\w-]+)\(")
     harmless = {"parameter", "bitcast", "copy-done", "get-tuple-element", "custom-call"}
     found = []
