@@ -23,7 +23,8 @@ KERNELS = ("int8_group32_a16", "int4_group32_zero_a16", "int8", "int4_group64", 
 LARGE = Case(name="large", rows=512, out_size=48, in_size=1536)
 
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+#: Where the kernels under test come from: installed, or this checkout.
+REPOSITORY = pathlib.Path(cpu.__file__).parents[2]
 #: Loads the kernels of the schemes named, in that order, and multiplies with each.
 PROGRAM = """
 import sys
@@ -197,6 +198,7 @@ def test_another_process_finds_the_kernels_on_disk() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *reversed(names)],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"},
+        cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=200,
