@@ -11,26 +11,22 @@ of the read bandwidth: both in the same round, large sequential reads by one thr
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numba
-import numpy as np
+from ceilings import make_cpu_reader, seconds
 
 from pallas_kernels.paged_attention import api, cases, cpu, huge_pages
 from pallas_kernels.paged_attention.cases import Case
 from pallas_kernels.paged_attention.reference import KVPages, PagedBatch, write_pages
 
 Runner = Callable[[], None]
-MEBIBYTE = 2**20
 
 
 def tokens(pages: KVPages, index: Any) -> list[jax.Array]:
@@ -140,40 +136,6 @@ def make_entry(case: Case, page_dtype: str) -> Entry:
     return Entry(case=case, runners={n: make_runner(a, inputs) for n, a in attends.items()})
 
 
-@numba.njit(fastmath=True, nogil=True)  # type: ignore[untyped-decorator]
-def total(x: np.ndarray) -> np.float32:
-    result = np.float32(0)
-    for i in range(x.shape[0]):
-        result += x[i]
-    return result
-
-
-def make_reader(threads: int) -> Callable[[], float]:
-    """Measures GB/s of sequential reads of memory that is much larger than the caches."""
-    data = np.ones(256 * MEBIBYTE // 4, np.float32)
-    total(data[:8])
-    pool = concurrent.futures.ThreadPoolExecutor(threads)
-    parts = np.array_split(data, threads)
-
-    def read() -> float:
-        started = time.perf_counter()
-        list(pool.map(total, parts))
-        return data.nbytes / (time.perf_counter() - started) / 1e9
-
-    read()
-    return read
-
-
-def seconds(run: Runner, repeat: int) -> float:
-    """Best of a few runs: other programs only ever add time."""
-    times = []
-    for _ in range(repeat):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=15)
@@ -190,13 +152,13 @@ def main() -> None:
         make_entry(dataclasses.replace(c, page_size=options.page_size), options.page_dtype)
         for c in chosen
     ]
-    read = make_reader(os.cpu_count() or 1)
+    read = make_cpu_reader(os.cpu_count() or 1)
     bandwidth: list[float] = []
     times: dict[tuple[str, str], list[float]] = {}
     shares: dict[str, list[float]] = {}
     for _ in range(options.rounds):
         for entry in entries:
-            bandwidth.append(max(read() for _ in range(3)))
+            bandwidth.append(read() / 1e9)
             for name, run in entry.runners.items():
                 spent = seconds(run, 2 if name == "reference" else 5)
                 times.setdefault((entry.case.name, name), []).append(spent)
