@@ -3,7 +3,8 @@
     python benchmarks/decode_step.py --model FILE [--context 640] [--rounds 11] [--batch 1 8]
 
 Per batch: the engine's own `forward` program of that bucket; all its matrix products alone, one
-after the other; its attention of all layers alone; and what reading takes. Each round runs
+after the other, by XLA and by the kernel of `float_matmul` (which is XLA's for one row); its
+attention of all layers alone; and what reading takes. Each round runs
 everything once, in turn, after measuring the bandwidth (one plain loop per core over memory much
 larger than the caches); the table shows medians over rounds, of times and of ratios.
 
@@ -33,13 +34,15 @@ from jaxserve.engine.buckets import Bucket
 from jaxserve.engine.compiling import ProgramMaker
 from jaxserve.engine.device_state import LoadedModel, device_state_maker
 from jaxserve.engine.programs import StepShape, forward_layout
-from jaxserve.layers.linear import linear
 from jaxserve.models.loading import load_model
 from jaxserve.parallel.mesh import make_mesh
 from pallas_kernels import dispatch
+from pallas_kernels.float_matmul.api import float_matmul
 from pallas_kernels.paged_attention.api import KVPages, PagedBatch, make_pages, paged_attention
 
 Runner = Callable[[], object]
+#: Ways to multiply, and the implementation of `float_matmul` that each is.
+PRODUCTS = {"XLA's products": "reference", "float_matmul": "cpu"}
 
 
 def load(path: pathlib.Path, config: EngineConfig) -> LoadedModel:
@@ -120,7 +123,7 @@ def step_runner(
     return run
 
 
-def products_runner(model: LoadedModel, batch: int) -> Runner:
+def products_runner(model: LoadedModel, batch: int, implementation: str) -> Runner:
     """Every two-dimensional weight times `batch` rows, one after the other."""
     matrices = [leaf for leaf in model.weights if leaf.ndim == 2]
 
@@ -130,7 +133,7 @@ def products_runner(model: LoadedModel, batch: int) -> Runner:
             x = jnp.ones((batch, matrix.shape[1]), jnp.float32)
             if outs:
                 x, _ = jax.lax.optimization_barrier((x, outs[-1]))
-            outs.append(linear(x, matrix))
+            outs.append(float_matmul(x, matrix, implementation=implementation))
         return outs
 
     call = jax.jit(products).lower(matrices).compile()
@@ -174,6 +177,27 @@ def attention_runner(
     return run
 
 
+def report(
+    batch: int,
+    num_bytes: tuple[int, int],
+    bandwidth: list[float],
+    times: dict[tuple[int, str], list[float]],
+) -> None:
+    """Prints one batch: medians of times, and of times as multiples of reading the part's bytes."""
+    weights, kv = num_bytes
+    lines = {"step": (times[batch, "step"], weights + kv)}
+    for name in PRODUCTS:
+        lines[name] = times[batch, name], weights
+    lines["attention"] = times[batch, "attention"], kv
+    for name in PRODUCTS:
+        pairs = zip(times[batch, name], times[batch, "attention"], strict=True)
+        lines[f"{name} and attention"] = [a + b for a, b in pairs], weights + kv
+    print(f"batch {batch}: {weights / 1e6:.1f} MB of weights, {kv / 1e6:.1f} MB of KV pages")
+    for name, (spent, size) in lines.items():
+        ratio = statistics.median(t * rate / size for t, rate in zip(spent, bandwidth, strict=True))
+        print(f"  {name:32} {statistics.median(spent) * 1e3:8.2f} ms, {ratio:5.2f} of reading")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=pathlib.Path, required=True)
@@ -189,7 +213,8 @@ def main() -> None:
     for batch in options.batch:
         plan = make_batch(batch, options.context, options.page_size, num_pages)
         runners[batch, "step"] = step_runner(model, config, plan, num_pages)
-        runners[batch, "products"] = products_runner(model, batch)
+        for name, implementation in PRODUCTS.items():
+            runners[batch, name] = products_runner(model, batch, implementation)
         runners[batch, "attention"] = attention_runner(model, config, plan, num_pages)
     for run in runners.values():
         jax.block_until_ready(run())
@@ -201,29 +226,8 @@ def main() -> None:
         for key, run in runners.items():
             times[key].append(seconds(run, 3))
     print(f"read bandwidth: {statistics.median(bandwidth) / 1e9:.1f} GB/s")
-    print(
-        f"{'batch':>5} {'weights MB':>10} {'KV MB':>6} {'read ms':>8} {'step ms':>8} {'factor':>6} "
-        f"{'products ms':>11} {'factor':>6} {'attention ms':>12} {'factor':>6} {'together':>8}"
-    )
     for batch in options.batch:
-        weights, kv = bytes_read(model, batch, options.context)
-        step, products, attention = (
-            times[batch, name] for name in ("step", "products", "attention")
-        )
-
-        def factor(spent: list[float], num_bytes: int) -> float:
-            pairs = zip(spent, bandwidth, strict=True)
-            return statistics.median(time * rate / num_bytes for time, rate in pairs)
-
-        together = [p + a for p, a in zip(products, attention, strict=True)]
-        print(
-            f"{batch:5} {weights / 1e6:10.1f} {kv / 1e6:6.1f} "
-            f"{statistics.median((weights + kv) / rate for rate in bandwidth) * 1e3:8.2f} "
-            f"{statistics.median(step) * 1e3:8.2f} {factor(step, weights + kv):6.2f} "
-            f"{statistics.median(products) * 1e3:11.2f} {factor(products, weights):6.2f} "
-            f"{statistics.median(attention) * 1e3:12.2f} {factor(attention, kv):6.2f} "
-            f"{factor(together, weights + kv):8.2f}"
-        )
+        report(batch, bytes_read(model, batch, options.context), bandwidth, times)
 
 
 if __name__ == "__main__":

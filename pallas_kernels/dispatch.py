@@ -21,6 +21,7 @@ IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "grouped_matmul": ("ragged_dot", "tokamax", "tiles", "reference"),
     "sample": ("xla", "reference"),
     "quantized_matmul": ("cpu", "tpu", "gpu", "reference"),
+    "float_matmul": ("cpu", "reference"),
 }
 #: What `kernels` may be: the best that works, or one implementation and nothing else.
 AUTO, REFERENCE = "auto", "reference"
