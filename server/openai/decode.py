@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from typing import Any, TypeVar
 
@@ -23,18 +24,15 @@ _AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$", re.S)
 _UNKNOWN = re.compile(r"unknown field `(.*)`", re.S)
 _MISSING = re.compile(r"missing required field `(.*)`", re.S)
 _MAX_NAME = 64
+#: Objects in one body; messages, their parts and schemas have far fewer.
+_MAX_OBJECTS = 20_000
+#: Digits of a number; none that means anything has as many.
+_MAX_DIGITS = 100
 
 
 def decode_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
     """The body as a `kind`. Raises RequestError."""
-    try:
-        raw = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    except RecursionError:
-        raise RequestError("the body is nested too deeply", code="invalid_json") from None
-    if not isinstance(raw, dict):
-        raise RequestError("the body must be a JSON object", code="invalid_json")
+    raw = decode_object(data)
     _refuse_unknown(raw, kind)
     for name in _WHOLE & raw.keys():
         raw[name] = _whole(raw[name])
@@ -42,6 +40,66 @@ def decode_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
+
+
+def decode_object(data: bytes) -> dict[str, Any]:
+    """The body as an object, in which no key comes twice. Raises RequestError."""
+    try:
+        raw = msgspec.json.decode(data)
+        _check_objects(data)
+    except msgspec.ValidationError:  # the only one without a type to check against
+        raise _out_of_range(data) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", code="invalid_json") from None
+    if not isinstance(raw, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    return raw
+
+
+def _check_objects(data: bytes) -> None:
+    """Refuses keys that come twice: clients and servers differ in which of the two they mean."""
+    left = _MAX_OBJECTS
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise RequestError(
+                f"the body holds more than {_MAX_OBJECTS} objects", code="invalid_json"
+            )
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)[:_MAX_NAME]
+            raise RequestError(
+                f"the key {twice!r} comes twice in one object", param=twice, code="duplicate_key"
+            )
+
+    json.loads(data, object_pairs_hook=check, parse_int=len, parse_float=len)
+
+
+def _out_of_range(data: bytes) -> RequestError:
+    """Which field holds a number that no computer takes."""
+
+    def too_large(text: str) -> bool:
+        return len(text) > _MAX_DIGITS or float(text) in (float("inf"), float("-inf"))
+
+    def mark(text: str) -> object:
+        return bad if too_large(text) else None
+
+    def holds(value: Any) -> bool:
+        if isinstance(value, dict | list):
+            return any(map(holds, value.values() if isinstance(value, dict) else value))
+        return value is bad
+
+    bad = object()
+    found = json.loads(data, parse_int=mark, parse_float=mark)
+    names = [name for name, value in found.items() if holds(value)] if type(found) is dict else []
+    where = names[0][:_MAX_NAME] if names else None
+    return RequestError(
+        f"{where or 'the body'}: a number is out of range", param=where, code="invalid_value"
+    )
 
 
 def _refuse_unknown(raw: dict[str, Any], kind: type[Body]) -> None:

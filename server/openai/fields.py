@@ -19,7 +19,12 @@ _CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
     "function_call": (("none", "auto"), "function calling is not supported"),
     "functions": (([],), "function calling is not supported"),
     "modalities": ((["text"],), "only text is supported"),
+    "moderation": ((), "there is no moderation model"),
     "prediction": ((), "predicted outputs are not supported"),
+    "prompt_cache_options": (
+        ({"mode": "implicit"},),
+        "prompts are cached by themselves, in memory",
+    ),
     "prompt_cache_retention": (("in_memory", "in-memory"), "prompts are cached in memory only"),
     "reasoning_effort": (("none",), "reasoning effort cannot be chosen"),
     "response_format": ((_TEXT_FORMAT,), "only plain text answers are supported"),
