@@ -14,6 +14,7 @@ from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.context.chat_template import ChatTemplate
 from jaxserve.tokenizer.protocol import Tokenizer
 from server import errors
+from server.anthropic.routes import messages_blueprint
 from server.drain import EXTENSION, Drain
 from server.health import health_blueprint
 from server.metrics import metrics_blueprint
@@ -66,6 +67,7 @@ def create_app(
     for blueprint in (
         chat_blueprint(services),
         completions_blueprint(services),
+        messages_blueprint(services),
         models_blueprint(services),
         tokenize_blueprint(services),
         health_blueprint(services),

@@ -6,7 +6,7 @@ Whatever happens to the request, `close` runs and leaves nothing at work in the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Self
 
 import flask
@@ -22,6 +22,11 @@ from server.errors import error_body
 from server.services import Services
 
 logger = logging.getLogger("jaxserve.server")
+
+
+def error_event(error: Exception) -> bytes:
+    """How a stream of chunks ends that cannot go on."""
+    return sse.event(error_body(error))
 
 
 class Generation:
@@ -61,26 +66,35 @@ class Generation:
                 answers[index] = join(answers[index], piece) if index in answers else piece
         return [answers[index] for index in range(len(self.readers))]
 
-    def stream(self, events: Iterator[bytes]) -> flask.Response:
-        """The response that sends `events`, which are made from `pieces`, and then [DONE].
+    def stream(
+        self,
+        events: Iterator[bytes],
+        *,
+        done: bytes = sse.DONE,
+        failed: Callable[[Exception], bytes] = error_event,
+    ) -> flask.Response:
+        """The response that sends `events`, which are made from `pieces`, and then `done`.
 
-        An engine that fails meanwhile ends it with an error event and without [DONE].
+        An engine that fails meanwhile ends it with the event that `failed` makes, without `done`.
         """
         self._watch.limit_slow_reader()
-        response = sse.event_stream(self._guard(events))
+        response = sse.event_stream(self._guard(events, done, failed))
         response.call_on_close(self.close)
         return response
 
-    def _guard(self, events: Iterator[bytes]) -> Iterator[bytes]:
+    def _guard(
+        self, events: Iterator[bytes], done: bytes, failed: Callable[[Exception], bytes]
+    ) -> Iterator[bytes]:
         try:
             yield from events
-            yield sse.DONE
+            if done:
+                yield done
         except HungUpError:
             return
         except Exception as error:
             if not isinstance(error, EngineError):
                 logger.exception("a stream failed")
-            yield sse.event(error_body(error))
+            yield failed(error)
         finally:
             self.close()
 

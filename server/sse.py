@@ -1,6 +1,6 @@
 """Step 9: framing of Server-Sent Events, in exactly one place.
 
-An event is `data: `, one JSON object, and an empty line, with LF only. A stream's text events
+An event is `data: `, one JSON object, and an empty line, with LF only; some have a name before it. A stream's text events
 differ in nothing but their text: `TextEvent` writes the rest of the object once.
 """
 
@@ -26,11 +26,17 @@ def event(value: Any) -> bytes:
     return b"".join((_HEAD, _encode(value), _TAIL))
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """One event that also has a name, as Anthropic's API and OpenAI's responses send them."""
+    return b"".join((b"event: ", name.encode(), b"\n", _HEAD, _encode(value), _TAIL))
+
+
 class TextEvent:
     """Events made of `value`, in which the last TEXT_HERE is replaced by a text."""
 
-    def __init__(self, value: Any) -> None:
-        before, mark, after = event(value).rpartition(_MARK)
+    def __init__(self, value: Any, *, name: str | None = None) -> None:
+        whole = event(value) if name is None else named_event(name, value)
+        before, mark, after = whole.rpartition(_MARK)
         assert mark, "the object has no place for the text"
         self._before, self._after = before, after
 

@@ -6,15 +6,18 @@ accepted; everything that would change the answer is not.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import RequestError
-from server.openai.schema import ChatBody, CompletionBody, GenerationBody
+from server.openai.schema import Body, ChatBody, CompletionBody, GenerationBody
+
+#: field -> (values besides null that ask for nothing, what to do instead)
+Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
 
 _TEXT_FORMAT: dict[str, str] = {"type": "text"}
 
-#: field -> (values besides null that ask for nothing, what to do instead)
-_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
+_CHAT: Refusals = {
     "audio": ((), "only text is supported"),
     "function_call": (("none", "auto"), "function calling is not supported"),
     "functions": (([],), "function calling is not supported"),
@@ -35,27 +38,18 @@ _CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": (("medium",), "verbosity cannot be chosen"),
     "web_search_options": ((), "web search is not supported"),
 }
-_COMPLETION: dict[str, tuple[tuple[Any, ...], str]] = {
+_COMPLETION: Refusals = {
     "response_format": ((_TEXT_FORMAT,), "only plain text answers are supported"),
     "suffix": (("",), "inserting text before a suffix is not supported"),
 }
-_BOTH: dict[str, tuple[tuple[Any, ...], str]] = {
+_BOTH: Refusals = {
     "prompt_logprobs": ((), "log-probabilities of the prompt are not supported"),
 }
 
 
 def refuse_unsupported(body: GenerationBody) -> None:
     """Raises RequestError for the first field that asks for something we do not have."""
-    table = {**_BOTH, **(_CHAT if isinstance(body, ChatBody) else _COMPLETION)}
-    for name, (empty, reason) in table.items():
-        value = getattr(body, name)
-        if value is None or any(type(value) is type(no) and value == no for no in empty):
-            continue
-        raise RequestError(
-            f"{name} is not supported by this server: {reason}; leave it out",
-            param=name,
-            code="unsupported_parameter",
-        )
+    refuse_fields(body, {**_BOTH, **(_CHAT if isinstance(body, ChatBody) else _COMPLETION)})
     if isinstance(body, CompletionBody):
         _check_best_of(body)
     if body.stream_options is not None and body.stream_options.include_obfuscation:
@@ -67,6 +61,19 @@ def refuse_unsupported(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError(
             "stream_options may be given only with stream: true", param="stream_options"
+        )
+
+
+def refuse_fields(body: Body, refusals: Refusals) -> None:
+    """Raises RequestError for the first field of `refusals` that asks for something."""
+    for name, (empty, reason) in refusals.items():
+        value = getattr(body, name)
+        if value is None or any(type(value) is type(no) and value == no for no in empty):
+            continue
+        raise RequestError(
+            f"{name} is not supported by this server: {reason}; leave it out",
+            param=name,
+            code="unsupported_parameter",
         )
 
 

@@ -1,0 +1,95 @@
+"""POST /v1/messages and /v1/messages/count_tokens.
+
+The `anthropic-version` header may be left out; given, it must be the one that this server speaks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flask
+import msgspec
+
+from jaxserve.errors import RequestError
+from jaxserve.routing.requests import Ask
+from server import sse
+from server.anthropic.answer import MessageAnswer
+from server.anthropic.errors import anthropic_error
+from server.anthropic.read import to_chat
+from server.anthropic.schema import CountTokensBody, MessagesBody
+from server.body import read_json
+from server.errors import error_response
+from server.generation import Generation
+from server.openai.ask import chat_ask
+from server.services import Services
+
+VERSION = "2023-06-01"
+
+
+def messages_blueprint(services: Services) -> flask.Blueprint:
+    """Both routes, whose errors have Anthropic's shape."""
+    blueprint = flask.Blueprint("messages", __name__)
+    blueprint.register_error_handler(Exception, _error_response)
+    blueprint.after_request(_send_request_id)
+
+    @blueprint.post("/v1/messages")
+    def messages() -> flask.Response:
+        """Answers a conversation, as Anthropic's API does."""
+        _check_version()
+        body = read_json(MessagesBody, services.config.max_body_bytes)
+        model = services.check_model(body.model)
+        ask = _ask(services, body)
+        generation = Generation(services, ask)
+        answer = MessageAnswer(model, generation.readers[0])
+        if body.stream:
+            failed = functools.partial(_error_event, request_id=flask.g.request_id)
+            return generation.stream(answer.events(generation.pieces()), done=b"", failed=failed)
+        whole = answer.whole(generation.whole()[0])
+        return flask.Response(msgspec.json.encode(whole), mimetype="application/json")
+
+    @blueprint.post("/v1/messages/count_tokens")
+    def count_tokens() -> dict[str, Any]:
+        """How many tokens the prompt of such a conversation has."""
+        _check_version()
+        body = read_json(CountTokensBody, services.config.max_body_bytes)
+        services.check_model(body.model)
+        return {"input_tokens": len(_ask(services, body).prompts[0])}
+
+    return blueprint
+
+
+def _ask(services: Services, body: MessagesBody | CountTokensBody) -> Ask:
+    return chat_ask(
+        to_chat(body),
+        services.tokenizer,
+        services.prompts,
+        services.config,
+        request_id=flask.g.request_id,
+        arrival=flask.g.arrival,
+    )
+
+
+def _check_version() -> None:
+    given = flask.request.headers.get("anthropic-version", VERSION)
+    if given != VERSION:
+        raise RequestError(
+            f"anthropic-version is {given[:40]!r}; this server speaks {VERSION}",
+            param="anthropic-version",
+        )
+
+
+def _error_event(error: Exception, *, request_id: str) -> bytes:
+    return sse.named_event("error", anthropic_error(error, request_id))
+
+
+def _error_response(error: Exception) -> flask.Response:
+    response = error_response(error)
+    if response.content_length or response.data:
+        response.set_data(msgspec.json.encode(anthropic_error(error, flask.g.request_id)))
+    return response
+
+
+def _send_request_id(response: flask.Response) -> flask.Response:
+    response.headers["request-id"] = flask.g.request_id
+    return response
