@@ -16,6 +16,7 @@ from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 from jaxserve.engine.step_plan import ScheduledRow, StepPlan
+from jaxserve.engine.step_profile import StepClock, StepProfile
 from jaxserve.errors import DeviceLostError, PromptTooLongError, RefusedError, RequestError
 from jaxserve.request import FinishReason, GenerationRequest, TokenLogprobs, TokenOutput
 
@@ -61,6 +62,10 @@ class StepRunner(Protocol):
         """New device state after a failed step; all pages are lost."""
         ...
 
+    def profile(self, profile: StepProfile) -> None:
+        """Tells the profile of each call to the device from now on."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
@@ -100,6 +105,7 @@ class Engine:
         self._in_flight: _InFlight | None = None
         self._order = 0
         self._failures = 0
+        self._clock = StepClock()
         #: Why the engine can no longer run, None while it can. Everything was ended then.
         self.broken: str | None = None
 
@@ -134,9 +140,17 @@ class Engine:
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._finish(sequence, reason)
 
+    def profile_steps(self) -> StepProfile:
+        """Measures every step from now on, until the profile's `steps` is asked."""
+        self._clock = profile = StepProfile()
+        self._runner.profile(profile)
+        return profile
+
     def step(self) -> list[TokenOutput]:
         """One step of the loop; what it returns was computed by the step before."""
+        self._clock.start()
         plan = self.scheduler.schedule()
+        self._clock.scheduled(plan)
         previous, self._in_flight = self._in_flight, None
         try:
             if plan.rows:
@@ -207,7 +221,9 @@ class Engine:
                 self.metrics.on_admitted(sequence)
 
     def _collect(self, step: _InFlight) -> list[TokenOutput]:
+        self._clock.reading()
         sampled = self._runner.read(step.handle)
+        self._clock.read()
         self.metrics.step_time.observe(time.monotonic() - step.dispatched)
         outputs = []
         for row, result in zip(step.plan.rows, sampled, strict=True):
@@ -275,6 +291,7 @@ class Engine:
         """Ends what was running with an error; what waits stays, unless the engine is broken."""
         self._failures += 1
         self._in_flight = None
+        self._clock.forget()
         text = f"the engine failed on the step that held this request: {error}"
         outputs = [
             self._finish(sequence, FinishReason.ERROR, error=text)

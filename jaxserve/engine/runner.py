@@ -17,6 +17,7 @@ from jaxserve.engine.programs import StepShape, forward_layout, sample_layout
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.step_device import Device
 from jaxserve.engine.step_plan import ScheduledRow, StepPlan
+from jaxserve.engine.step_profile import StepProfile
 from jaxserve.request import GenerationRequest, TokenLogprobs
 from jaxserve.sampling.arrays import RowEntry, RowTemplate, row_arrays, row_template
 from jaxserve.sampling.limits import SamplingLimits, check_limits
@@ -73,6 +74,10 @@ class DeviceRunner:
     def reset(self) -> None:
         """New pages and sampling state, all empty."""
         self._device.renew()
+
+    def profile(self, profile: StepProfile) -> None:
+        """See `engine.StepRunner`."""
+        self._device = profile.watch(self._device)
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Starts the step; does not wait for it."""
