@@ -84,9 +84,9 @@ class DeviceRunner:
         for sequence in plan.admitted:
             self._take_slot(sequence)
         bucket = self._bucket(plan)
-        forward = self._pack_forward(bucket, plan.rows)
+        self._device.forward(bucket, self._pack_forward(bucket, plan.rows))
         sample = self._pack_sample(bucket.rows, plan.rows)
-        return StepHandle(plan=plan, result=self._device.run(bucket, forward, sample))
+        return StepHandle(plan=plan, result=self._device.sample(bucket.rows, sample))
 
     def read(self, handle: StepHandle) -> list[SampledRow]:
         """Waits for a step and returns one entry per row of its plan."""

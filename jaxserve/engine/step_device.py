@@ -1,7 +1,9 @@
 """Runs a step's compiled programs on packed inputs (steps 6 and 7). Knows neither plans nor requests.
 
-What a step needs of the device is four calls, so that an engine over several hosts can have every
-host make the same calls (`hosts/`): there the leader's `Device` tells the others first.
+What a step needs of the device is five calls, so that an engine over several hosts can have every
+host make the same calls (`hosts/`): there the leader's `Device` tells the others first. A step is
+`forward`, then `sample`: between them the host may still find out what `sample` needs to know,
+while the device computes.
 """
 
 from __future__ import annotations
@@ -30,10 +32,17 @@ class Programs:
 
 
 class Device(Protocol):
-    """The calls. `run`, `reset_slot` and `renew` return before the device is done."""
+    """The calls. All but `read` return before the device is done."""
 
-    def run(self, bucket: Bucket, forward: np.ndarray, sample: np.ndarray) -> SampleResult:
-        """One step: the packed inputs of `programs.forward_layout` and `sample_layout`."""
+    def forward(self, bucket: Bucket, packed: np.ndarray) -> None:
+        """The first half of a step, up to the logits; packed: see `programs.forward_layout`."""
+        ...
+
+    def sample(self, rows: int, packed: np.ndarray) -> SampleResult:
+        """The second half, on the logits of the last `forward`; packed: see `sample_layout`.
+
+        rows: those of `forward`'s bucket.
+        """
         ...
 
     def reset_slot(self, reset: SlotReset) -> None:
@@ -62,14 +71,20 @@ class StepDevice:
         self._programs = programs
         self._make_device_state = make_device_state
         self._pages, self._sampling = make_device_state()
+        self._logits: jax.Array | None = None
 
-    def run(self, bucket: Bucket, forward: np.ndarray, sample: np.ndarray) -> SampleResult:
+    def forward(self, bucket: Bucket, packed: np.ndarray) -> None:
         """See `Device`."""
-        self._pages, logits = self._programs.forward[bucket](
-            self._weights, self._pages, self._sampling.last_token, forward
+        self._pages, self._logits = self._programs.forward[bucket](
+            self._weights, self._pages, self._sampling.last_token, packed
         )
+
+    def sample(self, rows: int, packed: np.ndarray) -> SampleResult:
+        """See `Device`."""
+        logits, self._logits = self._logits, None
+        assert logits is not None, "sample without forward"
         result: SampleResult
-        self._sampling, result = self._programs.sample[bucket.rows](logits, self._sampling, sample)
+        self._sampling, result = self._programs.sample[rows](logits, self._sampling, packed)
         return result
 
     def reset_slot(self, reset: SlotReset) -> None:

@@ -18,6 +18,7 @@ from jaxserve.engine.hosts.leader import Leader
 from jaxserve.engine.hosts.line import Line, frame
 from jaxserve.errors import DeviceLostError, ResourceError, UsageError
 from jaxserve.request import SamplingParams
+from jaxserve.sampling.sampler import SampleResult
 from jaxserve.sampling.state import slot_reset
 
 CONFIG = EngineConfig(max_num_seqs=3)
@@ -54,10 +55,10 @@ def test_what_was_sent_before_the_end_still_arrives(pair):
     near, far = (End(connection) for connection in pair)
     far.line.trust()
     data = bytes(5_000_000)
-    near.line.send(frame(messages.Run(1, 1, data, b"abcd")))
+    near.line.send(frame(messages.Forward(1, 1, data)))
     near.line.send(frame(messages.Shutdown("why")))
     near.line.close()
-    assert far.messages.get(timeout=SOON).forward == data
+    assert far.messages.get(timeout=SOON).packed == data
     assert far.messages.get(timeout=SOON) == messages.Shutdown("why")
     assert far.lost.get(timeout=SOON) == "closed its connection"
     assert near.lost.empty()
@@ -92,7 +93,7 @@ def test_silence_counts_as_death_even_while_a_message_waits_to_be_sent(pair, mon
     def fill():
         try:
             while True:
-                end.line.send(frame(messages.Run(1, 1, bytes(1_000_000), b"")))
+                end.line.send(frame(messages.Sample(1, bytes(1_000_000))))
         except OSError as error:
             failed.put(error)
 
@@ -117,13 +118,12 @@ def test_beats_keep_a_quiet_connection_alive(pair, monkeypatch):
 
 def test_arrays_arrive_bit_for_bit():
     rng = np.random.default_rng(0)
-    forward, sample = (rng.integers(-(2**31), 2**31, n).astype(np.int32) for n in (70, 12))
-    sent = messages.to_run(Bucket(tokens=8, rows=2), forward, sample)
-    bucket, *arrays = messages.from_run(messages.decode_from_leader(messages.encode(sent)))
+    forward = rng.integers(-(2**31), 2**31, 70).astype(np.int32)
+    sent = messages.to_forward(Bucket(tokens=8, rows=2), forward)
+    bucket, array = messages.from_forward(messages.decode_from_leader(messages.encode(sent)))
     assert bucket == Bucket(tokens=8, rows=2)
-    for array, expected in zip(arrays, (forward, sample), strict=True):
-        assert array.dtype == np.int32
-        assert np.array_equal(array, expected)
+    assert array.dtype == np.int32
+    assert np.array_equal(array, forward)
     reset = slot_reset(
         2,
         SamplingParams(logit_bias={3: -1.5}, bad_words=[[7, 8]], min_tokens=2),
@@ -238,11 +238,14 @@ class Recording:
         self.calls = queue.SimpleQueue()
         self.fail = None
 
-    def run(self, bucket, forward, sample):
+    def forward(self, bucket, packed):
         if self.fail:
             raise self.fail
-        self.calls.put((bucket, forward.tolist(), sample.tolist()))
-        return messages.Run  # anything with an attribute `tokens`
+        self.calls.put((bucket, packed.tolist()))
+
+    def sample(self, rows, packed):
+        self.calls.put((rows, packed.tolist()))
+        return SampleResult(*[0] * len(SampleResult._fields))
 
     def reset_slot(self, reset):
         self.calls.put(("reset", int(reset.slot)))
@@ -254,8 +257,10 @@ class Recording:
         return array
 
 
-RUN = (Bucket(tokens=8, rows=3), np.arange(4, dtype=np.int32), np.arange(2, dtype=np.int32))
-RUN_SEEN = (Bucket(tokens=8, rows=3), [0, 1, 2, 3], [0, 1])
+FORWARD = (Bucket(tokens=8, rows=3), np.arange(4, dtype=np.int32))
+SAMPLE = (3, np.arange(2, dtype=np.int32))
+FORWARD_SEEN = (Bucket(tokens=8, rows=3), [0, 1, 2, 3])
+SAMPLE_SEEN = (3, [0, 1])
 
 
 def facts_are(monkeypatch, ours, theirs):
@@ -272,19 +277,23 @@ def test_followers_make_the_leaders_calls_in_order(group, monkeypatch, ended):
     serving = start(lambda: follower.serve(follower.join_device(far)))
     device = boss.join_device(near)
     reset = slot_reset(2, SamplingParams(), prompt_ids=[], output_ids=[], stop_ids=[], vocab_size=9)
-    device.run(*RUN)
+    device.forward(*FORWARD)
+    device.sample(*SAMPLE)
     device.reset_slot(reset)
     device.renew()
-    device.run(*RUN)
+    device.forward(*FORWARD)
+    device.sample(*SAMPLE)
     boss.close()
     serving()
     follower.close()
     for calls in (near.calls, far.calls):
-        assert [calls.get(timeout=SOON) for _ in range(4)] == [
-            RUN_SEEN,
+        assert [calls.get(timeout=SOON) for _ in range(6)] == [
+            FORWARD_SEEN,
+            SAMPLE_SEEN,
             ("reset", 2),
             "renew",
-            RUN_SEEN,
+            FORWARD_SEEN,
+            SAMPLE_SEEN,
         ]
     assert ended.empty()
 
@@ -393,16 +402,16 @@ def test_the_context_manager_tells_followers_why_it_ends(ended, hosts):
 def test_a_lost_follower_fails_every_later_call_and_ends_who_does_not_end(group, ended):
     boss, follower = group
     device = leader.LeadingDevice(boss, Recording())
-    device.run(*RUN)
+    device.forward(*FORWARD)
     follower.line._socket.shutdown(socket.SHUT_RDWR)
     reason = ended.get(timeout=SOON)
     while "process 1" not in reason:  # the follower, too, ends its process
         reason = ended.get(timeout=SOON)
     assert "process 1 (127.0.0.1) closed its connection; start the command again" in reason
-    for call in (lambda: device.run(*RUN), device.renew):
+    for call in (lambda: device.forward(*FORWARD), device.renew):
         with pytest.raises(DeviceLostError, match="process 1"):
             call()
-    assert device._device.calls.get(timeout=1) == RUN_SEEN
+    assert device._device.calls.get(timeout=1) == FORWARD_SEEN
     assert device._device.calls.empty()  # what cannot be published is not run
 
 
@@ -413,7 +422,7 @@ def test_a_followers_own_failure_is_told(group, ended):
     follow._EXPLAIN_SECONDS, before = 0.1, follow._EXPLAIN_SECONDS
     try:
         serving = start(follower.serve, broken)
-        boss.publish(messages.to_run(*RUN))
+        boss.publish(messages.to_forward(*FORWARD))
         with pytest.raises(DeviceLostError, match="on fire") as caught:
             serving()
     finally:
@@ -431,7 +440,7 @@ def test_the_leaders_own_failure_ends_the_engine_since_hosts_cannot_renew_alone(
     broken = Recording()
     broken.fail = RuntimeError("the device is on fire")
     with pytest.raises(DeviceLostError, match=r"on fire.*start the command again on all hosts"):
-        leader.LeadingDevice(boss, broken).run(*RUN)
+        leader.LeadingDevice(boss, broken).forward(*FORWARD)
 
 
 def test_an_address_of_another_machine_is_refused(ended, hosts):

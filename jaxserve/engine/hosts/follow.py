@@ -118,8 +118,10 @@ class Follower:
         previous: SampleResult | None = None
         while not isinstance(message := self._inbox.get(), messages.Shutdown):
             try:
-                if isinstance(message, messages.Run):
-                    result = device.run(*messages.from_run(message))
+                if isinstance(message, messages.Forward):
+                    device.forward(*messages.from_forward(message))
+                elif isinstance(message, messages.Sample):
+                    result = device.sample(message.rows, messages.from_packed(message.packed))
                     if previous is not None:
                         device.read(previous.tokens)
                     previous = result

@@ -245,11 +245,19 @@ class LeadingDevice:
         self._leader = leader
         self._device = device
 
-    def run(self, bucket: Bucket, forward: np.ndarray, sample: np.ndarray) -> SampleResult:
+    def forward(self, bucket: Bucket, packed: np.ndarray) -> None:
         """See `Device`. Raises DeviceLostError."""
-        self._leader.publish(messages.to_run(bucket, forward, sample))
+        self._leader.publish(messages.to_forward(bucket, packed))
         try:
-            return self._device.run(bucket, forward, sample)
+            self._device.forward(bucket, packed)
+        except Exception as error:
+            raise self._leader.explain(error) from error
+
+    def sample(self, rows: int, packed: np.ndarray) -> SampleResult:
+        """See `Device`. Raises DeviceLostError."""
+        self._leader.publish(messages.Sample(rows, packed.tobytes()))
+        try:
+            return self._device.sample(rows, packed)
         except Exception as error:
             raise self._leader.explain(error) from error
 

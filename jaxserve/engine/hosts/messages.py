@@ -65,13 +65,19 @@ class Agreed(msgspec.Struct, tag="agreed", array_like=True, frozen=True):
     num_pages: int
 
 
-class Run(msgspec.Struct, tag="run", array_like=True, frozen=True):
-    """Leader to follower: `Device.run`; the packed int32 inputs as bytes."""
+class Forward(msgspec.Struct, tag="forward", array_like=True, frozen=True):
+    """Leader to follower: `Device.forward`; the bucket, and the packed int32 inputs as bytes."""
 
     tokens: int
     rows: int
-    forward: bytes
-    sample: bytes
+    packed: bytes
+
+
+class Sample(msgspec.Struct, tag="sample", array_like=True, frozen=True):
+    """Leader to follower: `Device.sample`; the packed int32 inputs as bytes."""
+
+    rows: int
+    packed: bytes
 
 
 class ResetSlot(msgspec.Struct, tag="reset", array_like=True, frozen=True):
@@ -91,23 +97,26 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
 
 
 FromFollower = Hello | Facts | Ready | Failed | Beat
-FromLeader = Welcome | Refused | Agreed | Run | ResetSlot | Renew | Shutdown | Beat
+FromLeader = Welcome | Refused | Agreed | Forward | Sample | ResetSlot | Renew | Shutdown | Beat
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_follower = msgspec.msgpack.Decoder(FromFollower).decode
 decode_from_leader = msgspec.msgpack.Decoder(FromLeader).decode
 
 
-def to_run(bucket: Bucket, forward: np.ndarray, sample: np.ndarray) -> Run:
-    """The message of one step."""
-    return Run(bucket.tokens, bucket.rows, forward.tobytes(), sample.tobytes())
+def to_forward(bucket: Bucket, packed: np.ndarray) -> Forward:
+    """The message of the first half of a step."""
+    return Forward(bucket.tokens, bucket.rows, packed.tobytes())
 
 
-def from_run(message: Run) -> tuple[Bucket, np.ndarray, np.ndarray]:
-    """The arguments of `Device.run` again."""
-    bucket = Bucket(tokens=message.tokens, rows=message.rows)
-    forward = np.frombuffer(message.forward, np.int32)
-    return bucket, forward, np.frombuffer(message.sample, np.int32)
+def from_forward(message: Forward) -> tuple[Bucket, np.ndarray]:
+    """The arguments of `Device.forward` again."""
+    return Bucket(tokens=message.tokens, rows=message.rows), from_packed(message.packed)
+
+
+def from_packed(data: bytes) -> np.ndarray:
+    """Packed int32 inputs again, read-only."""
+    return np.frombuffer(data, np.int32)
 
 
 def to_reset(reset: SlotReset) -> ResetSlot:
