@@ -131,7 +131,7 @@ def _plan(
     pages_per_sequence: int,
 ) -> None:
     """Where the memory goes; dtypes: of weights and of pages."""
-    from jaxserve.engine.memory import free_bytes, page_bytes, plan_pages
+    from jaxserve.engine.memory import NO_OVERHEAD, free_bytes, page_bytes, plan_pages
     from jaxserve.models.loading import parameter_infos
 
     dtype, page_dtype = dtypes
@@ -144,7 +144,7 @@ def _plan(
         config,
         page=page_bytes(model, config.page_size, page_dtype, config.tensor_parallel, attention),
         weights=weights,
-        temporaries=0,
+        overhead=NO_OVERHEAD,
         pages_per_sequence=pages_per_sequence,
         free=free - weights,
         on_cpu=on_cpu,

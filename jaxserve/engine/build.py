@@ -30,11 +30,17 @@ from jaxserve.config import (
 )
 from jaxserve.engine.buckets import Bucket, make_buckets
 from jaxserve.engine.compilation import CompilationLog
-from jaxserve.engine.compiling import ProgramMaker, temporary_bytes
+from jaxserve.engine.compiling import ProgramMaker
 from jaxserve.engine.device_state import LoadedModel, device_state_maker
 from jaxserve.engine.engine import AdmissionLimits, Engine
 from jaxserve.engine.hosts.lead import Hosts, OneHost
-from jaxserve.engine.memory import MemoryPlan, free_bytes, page_bytes, plan_pages
+from jaxserve.engine.memory import (
+    NO_OVERHEAD,
+    MemoryPlan,
+    free_bytes,
+    page_bytes,
+    plan_pages,
+)
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.program_store import ProgramStore
 from jaxserve.engine.quantize_choice import choose_quantization, describe
@@ -56,6 +62,9 @@ from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.quantized_matmul import cpu as quantized_cpu
 
 logger = logging.getLogger("jaxserve.engine")
+
+#: Of the pool that programs are measured with: what they take beside it does not depend on it.
+_PROBE_PAGES = 8
 
 
 def make_engine(
@@ -95,7 +104,7 @@ def make_device(
     with _timed(seconds, "kernels"):
         device, op, kernels = _load_kernels(config, device)
     with _timed(seconds, "plan"):
-        memory = _plan_memory(config, device, op, buckets[-1], pages_per_sequence)
+        memory = _plan_memory(config, device, op, kernels, buckets, pages_per_sequence)
         num_pages = hosts.agree(path, device, kernels, memory.num_pages)
         if num_pages != memory.num_pages:
             memory = dataclasses.replace(memory, num_pages=num_pages, limited_by="another host")
@@ -288,24 +297,23 @@ def _plan_memory(
     config: EngineConfig,
     device: LoadedModel,
     op: PagedAttentionOp,
-    largest: Bucket,
+    kernels: dict[str, str],
+    buckets: tuple[Bucket, ...],
     pages_per_sequence: int,
 ) -> MemoryPlan:
     first = device.mesh.local_devices[0]
     on_cpu = first.platform == "cpu"
-    temporaries = 0
+    free = free_bytes(first)  # before programs are loaded, whose code is counted by `measure`
+    overhead = NO_OVERHEAD
     if not on_cpu and config.num_pages is None and config.kv_memory_bytes is None:
         probe = ProgramMaker(
             config=config,
             device=device,
             op=op,
             pages_per_sequence=pages_per_sequence,
-            num_pages=8,
+            num_pages=_PROBE_PAGES,
         )
-        temporaries = max(
-            temporary_bytes(probe.compile_bucket(largest)),
-            temporary_bytes(probe.compile_sample(largest.rows)),
-        )
+        overhead = probe.measure(buckets, _open_store(probe, kernels))
     return plan_pages(
         config,
         page=page_bytes(
@@ -316,9 +324,9 @@ def _plan_memory(
             device.attention,
         ),
         weights=sum(array.nbytes for array in device.weights) // config.tensor_parallel,
-        temporaries=temporaries,
+        overhead=overhead,
         pages_per_sequence=pages_per_sequence,
-        free=free_bytes(first),
+        free=free,
         on_cpu=on_cpu,
     )
 

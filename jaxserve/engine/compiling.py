@@ -13,6 +13,7 @@ import jax
 from jaxserve.config import EngineConfig
 from jaxserve.engine.buckets import Bucket
 from jaxserve.engine.device_state import LoadedModel, abstract_device_state
+from jaxserve.engine.memory import Overhead, ProgramMemory, measured_buckets, step_overhead
 from jaxserve.engine.program_store import ProgramStore
 from jaxserve.engine.programs import (
     StepShape,
@@ -65,6 +66,12 @@ class ProgramMaker:
         arguments = self._sample_arguments(rows)
         return compile_sample(make_sample(rows, self.device.sampling), self.device.mesh, arguments)
 
+    def compile_reset(self) -> jax.stages.Compiled:
+        """What renews one slot of the sampling state, from shapes alone."""
+        replicated = sharding(self.device.mesh, ())
+        jitted = jax.jit(reset_slot, donate_argnums=(0,), out_shardings=replicated)
+        return jitted.lower(*self._reset_arguments()).compile()
+
     def make_programs(self, buckets: tuple[Bucket, ...], store: ProgramStore) -> Programs:
         """All programs, several at a time: tracing is Python, but the compiler runs beside it."""
         rows = sorted({bucket.rows for bucket in buckets})
@@ -82,6 +89,18 @@ class ProgramMaker:
                 sample={count: job.result() for count, job in zip(rows, samples, strict=True)},
                 reset_slot=reset,
             )
+
+    def measure(self, buckets: tuple[Bucket, ...], store: ProgramStore) -> Overhead:
+        """What an engine takes beside weights and pages, from a few of its programs."""
+        return step_overhead(
+            buckets,
+            {
+                bucket: program_memory(self._make_forward(bucket, store))
+                for bucket in measured_buckets(buckets)
+            },
+            program_memory(self._make_sample(buckets[-1].rows, store)),
+            [program_memory(self._make_reset(store))],
+        )
 
     def _make_forward(self, bucket: Bucket, store: ProgramStore) -> jax.stages.Compiled:
         start = time.monotonic()
@@ -101,7 +120,7 @@ class ProgramMaker:
             bucket.tokens,
             bucket.rows,
             time.monotonic() - start,
-            temporary_bytes(program) / 1e6,
+            program_memory(program).temporaries / 1e6,
         )
         return program
 
@@ -114,11 +133,8 @@ class ProgramMaker:
         )
 
     def _make_reset(self, store: ProgramStore) -> jax.stages.Compiled:
-        arguments = self._reset_arguments()
-        replicated = sharding(self.device.mesh, ())
-        jitted = jax.jit(reset_slot, donate_argnums=(0,), out_shardings=replicated)
         return store.get(
-            "reset_slot", arguments, _sampling_structure, lambda: jitted.lower(*arguments).compile()
+            "reset_slot", self._reset_arguments(), _sampling_structure, self.compile_reset
         )
 
     def _shape(self, bucket: Bucket) -> StepShape:
@@ -150,12 +166,17 @@ class ProgramMaker:
         return sampling, reset
 
 
-def temporary_bytes(program: jax.stages.Compiled) -> int:
-    """Bytes that a program takes while it runs, its code included."""
+def program_memory(program: jax.stages.Compiled) -> ProgramMemory:
+    """What the compiler says of a program; all 0 where it says nothing."""
     analysis = program.memory_analysis()
     if analysis is None:
-        return 0
-    return int(analysis.temp_size_in_bytes) + int(analysis.generated_code_size_in_bytes)
+        return ProgramMemory(outputs=0, aliased=0, temporaries=0, code=0)
+    return ProgramMemory(
+        outputs=int(analysis.output_size_in_bytes),
+        aliased=int(analysis.alias_size_in_bytes),
+        temporaries=int(analysis.temp_size_in_bytes),
+        code=int(analysis.generated_code_size_in_bytes),
+    )
 
 
 def _sampling_structure() -> Any:

@@ -1,10 +1,10 @@
 """How many pages the KV pool gets (before step 1).
 
-    memory = weights + temporaries of the largest step + sampling state + pages + a margin
+    memory = weights + sampling state + code of all programs + temporaries + pages + a margin
 
-Accelerators tell their memory, and the largest step's temporaries come from the compiler
-(`memory_analysis`). A CPU shares its memory with everybody else: there the pool gets a fixed
-budget, less if little is free.
+Accelerators tell their memory, and what programs take comes from the compiler (`memory_analysis`),
+a few of them standing for all (`step_overhead`, which `jaxserve plan` asks, too). A CPU shares its
+memory with everybody else: there the pool gets a fixed budget, less if little is free.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import dataclasses
 import math
 import os
 import pathlib
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.typing import DTypeLike
 
 from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine.buckets import Bucket, choose_bucket
 from jaxserve.errors import ResourceError
 from pallas_kernels.dispatch import Choice
 from pallas_kernels.paged_attention.api import pool_leaves
@@ -29,6 +31,38 @@ CPU_FREE_SHARE = 0.4
 ACCELERATOR_MARGIN = 0.05
 #: Page counts are rounded down to this, so that a second start finds the same programs in the cache.
 _ROUND_PAGES = 128
+#: Steps whose logits may be on a device at once: the host never waits for the one before.
+STEPS_IN_FLIGHT = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramMemory:
+    """What the compiler says of one program on one device, in bytes. aliased: donated arguments."""
+
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """What a device holds beside weights and pages, in bytes.
+
+    state: of sampling. programs: code of all of them. temporaries: of the largest step, with the
+    logits of STEPS_IN_FLIGHT.
+    """
+
+    state: int
+    programs: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.programs + self.temporaries
+
+
+NO_OVERHEAD = Overhead(state=0, programs=0, temporaries=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +70,7 @@ class MemoryPlan:
     """Where the memory of one device goes, in bytes."""
 
     weights: int
-    temporaries: int
+    overhead: Overhead
     page: int
     num_pages: int
     limited_by: str
@@ -44,6 +78,39 @@ class MemoryPlan:
     @property
     def pool(self) -> int:
         return self.page * self.num_pages
+
+
+def measured_buckets(buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+    """Those that stand for all: the smallest that gives every sequence a token, and the largest."""
+    rows = buckets[-1].rows
+    return tuple(dict.fromkeys((choose_bucket(buckets, rows, rows), buckets[-1])))
+
+
+def step_overhead(
+    buckets: tuple[Bucket, ...],
+    forward: Mapping[Bucket, ProgramMemory],
+    sample: ProgramMemory,
+    others: Sequence[ProgramMemory] = (),
+) -> Overhead:
+    """What an engine with these buckets takes beside weights and pages.
+
+    forward: of some buckets, the largest among them; every other one counts as the next larger.
+    sample: for the most rows; there is one for each number of rows. others: every other program.
+    """
+    largest = forward[buckets[-1]]
+    measured = sorted(forward, key=lambda bucket: bucket.tokens)
+    forwards = sum(
+        next(forward[larger].code for larger in measured if larger.tokens >= bucket.tokens)
+        for bucket in buckets
+    )
+    samples = sample.code * len({bucket.rows for bucket in buckets})
+    programs = (*forward.values(), sample, *others)
+    logits = largest.outputs - largest.aliased
+    return Overhead(
+        state=sample.aliased,
+        programs=forwards + samples + sum(program.code for program in others),
+        temporaries=max(program.temporaries for program in programs) + STEPS_IN_FLIGHT * logits,
+    )
 
 
 def page_bytes(
@@ -74,7 +141,7 @@ def plan_pages(
     *,
     page: int,
     weights: int,
-    temporaries: int,
+    overhead: Overhead,
     pages_per_sequence: int,
     free: int,
     on_cpu: bool,
@@ -93,20 +160,21 @@ def plan_pages(
         if on_cpu:
             room, reason = min(CPU_POOL_BYTES, int(free * CPU_FREE_SHARE)), "the CPU's budget"
         else:
-            room, reason = int(free * (1 - ACCELERATOR_MARGIN)) - temporaries, "device memory"
+            room, reason = int(free * (1 - ACCELERATOR_MARGIN)) - overhead.total, "device memory"
         wanted = room // page
         if wanted > _ROUND_PAGES:
             wanted -= wanted % _ROUND_PAGES
     if wanted > enough and config.num_pages is None:
         wanted, reason = enough, "all slots at full length"
     if wanted < 2:
+        besides = f", of which programs need {overhead.total:,}" if overhead.total else ""
         raise ResourceError(
-            f"no room for the KV pool: a page takes {page:,} bytes and {free:,} bytes are free; "
-            "choose a smaller model, --page-size or --max-num-batched-tokens"
+            f"no room for the KV pool: a page takes {page:,} bytes and {free:,} bytes are free"
+            f"{besides}; choose a smaller model, --page-size or --max-num-batched-tokens"
         )
     return MemoryPlan(
         weights=weights,
-        temporaries=temporaries,
+        overhead=overhead,
         page=page,
         num_pages=wanted,
         limited_by=reason,

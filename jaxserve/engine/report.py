@@ -46,7 +46,7 @@ class EngineReport:
 
 
 def log_report(report: EngineReport) -> None:
-    """Three lines: the model, the pool, the programs."""
+    """The model, the pool, what else takes an accelerator's memory, the programs."""
     memory = report.memory
     logger.info(
         "model %s: %s, %d layers, weights (%s) %.0f MB per device (loaded in %.1f s)",
@@ -66,6 +66,13 @@ def log_report(report: EngineReport) -> None:
         memory.limited_by,
         report.max_model_len,
     )
+    if memory.overhead.total:
+        logger.info(
+            "beside weights and pages: programs %.0f MB, temporaries %.0f MB, sampling state %.0f MB",
+            memory.overhead.programs / 1e6,
+            memory.overhead.temporaries / 1e6,
+            memory.overhead.state / 1e6,
+        )
     logger.info(
         "%d programs in %.1f s, %d of them loaded from disk; kernels: %s",
         report.num_programs,

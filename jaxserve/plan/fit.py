@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.engine.memory import ACCELERATOR_MARGIN, plan_pages
+from jaxserve.engine.memory import ACCELERATOR_MARGIN, Overhead, plan_pages
 from jaxserve.errors import ResourceError, UsageError
 from jaxserve.models.loading import ParameterInfo
 from jaxserve.parallel.mesh import LOGICAL_RULES, TENSOR_AXIS
@@ -16,19 +16,6 @@ from jaxserve.plan.messages import Capacity, DeviceMemory
 
 #: More sequences than any pool holds, so that the engine's plan is bounded by memory alone.
 _NO_LIMIT = 10**9
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Overhead:
-    """What a device holds beside weights and pages, in bytes; see `DeviceMemory`."""
-
-    state: int
-    programs: int
-    temporaries: int
-
-    @property
-    def total(self) -> int:
-        return self.state + self.programs + self.temporaries
 
 
 def valid_splits(model: ModelConfig) -> list[int]:
@@ -88,9 +75,9 @@ def fill_memory(
     page_bytes: int,
     pages_per_sequence: int,
 ) -> tuple[DeviceMemory, Capacity] | None:
-    """Where one device's memory goes and what the pool holds; None if not even one page fits.
+    """Where one device's memory goes and what the pool holds, as the engine plans it.
 
-    As the engine plans it, except that it knows what sampling and all programs take.
+    None if not even one page fits.
     """
     free = usable - weights
     try:
@@ -98,7 +85,7 @@ def fill_memory(
             dataclasses.replace(config, max_num_seqs=_NO_LIMIT),
             page=page_bytes,
             weights=weights,
-            temporaries=overhead.total,
+            overhead=overhead,
             pages_per_sequence=pages_per_sequence,
             free=free,
             on_cpu=False,

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import jax
 
-from jaxserve.engine.memory import ACCELERATOR_MARGIN
+from jaxserve.engine.memory import ACCELERATOR_MARGIN, Overhead
 from jaxserve.errors import ResourceError
 from jaxserve.plan.bound import decode_work, step_bound
 from jaxserve.plan.collectives import add_traffic, sent_bytes
-from jaxserve.plan.fit import Need, Overhead, fill_memory, valid_splits, weight_bytes
+from jaxserve.plan.fit import Need, fill_memory, valid_splits, weight_bytes
 from jaxserve.plan.job import Job, read_weights, resolve, target_devices
 from jaxserve.plan.measure import MeasuredStep, measure_step
 from jaxserve.plan.messages import Capacity, Compiled, DeviceMemory, Plan, PlanRequest
 
 Say = Callable[[str], None]
-#: Steps whose logits may be on a device at once: the host never waits for the one before.
-_STEPS_IN_FLIGHT = 2
 #: float32 arrays [rows, V] that logits and sampling take at once; only for slices that are not
 #: compiled, by what sampling took where it was.
 _VOCABULARY_ARRAYS = 8
@@ -34,12 +32,7 @@ def make_plan(request: PlanRequest, cache: Path, say: Say) -> Plan:
     _refuse_what_cannot_fit(job)
     say(f"{job.attention}; {job.sampling}")
     step = _compile(job, exact=request.exact, say=say)
-    overhead = Overhead(
-        state=step.sample.aliased,
-        programs=step.served_code,
-        temporaries=max(step.largest.temporaries, step.sample.temporaries)
-        + _STEPS_IN_FLIGHT * (step.largest.outputs - step.largest.aliased),
-    )
+    overhead = step.overhead
     filled = fill_memory(
         job.config,
         usable=job.usable,

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.engine.buckets import Bucket, choose_bucket, make_buckets
+from jaxserve.engine.buckets import Bucket, make_buckets
 from jaxserve.engine.build import (
     choose_attention,
     choose_context,
@@ -30,6 +30,7 @@ from jaxserve.engine.build import (
 )
 from jaxserve.engine.compiling import ProgramMaker
 from jaxserve.engine.device_state import LoadedModel, abstract_device_state
+from jaxserve.engine.memory import Overhead, ProgramMemory, measured_buckets, step_overhead
 from jaxserve.models.loading import make_abstract_model
 from jaxserve.parallel.mesh import make_mesh, sharding, tensor_parallel_size
 from jaxserve.plan.collectives import read_collectives
@@ -47,9 +48,8 @@ _THREADS = 2
 class MeasuredStep:
     """One device's share of a step. decode and largest: `forward` of those buckets.
 
-    rows: sequences in a step. depths: layers that were compiled. served_code: bytes of all programs that an engine holds;
-    a bucket that was not compiled counts as the next larger one that was. pool_bytes: of the pool
-    that they were compiled with.
+    rows: sequences in a step. depths: layers that were compiled. overhead: of an engine with all
+    its programs. pool_bytes: of the pool that they were compiled with.
     """
 
     decode: ProgramSize
@@ -59,7 +59,7 @@ class MeasuredStep:
     depths: tuple[int, ...]
     num_programs: int
     num_served: int
-    served_code: int
+    overhead: Overhead
     pool_bytes: int
     seconds: float
 
@@ -115,6 +115,12 @@ def compile_sample(maker: ProgramMaker, rows: int) -> jax.stages.Compiled:
         return maker.compile_sample(rows)
 
 
+def compile_reset(maker: ProgramMaker) -> jax.stages.Compiled:
+    """What renews a slot of the sampling state, for the mesh's devices."""
+    with jax.sharding.use_abstract_mesh(maker.device.mesh.abstract_mesh):
+        return maker.compile_reset()
+
+
 def measure_step(
     config: EngineConfig,
     model: ModelConfig,
@@ -133,7 +139,7 @@ def measure_step(
     mesh = make_mesh(config.tensor_parallel, devices[: config.tensor_parallel])
     buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
     rows = buckets[-1].rows
-    decode = choose_bucket(buckets, rows, rows)
+    measured = measured_buckets(buckets)
     depths = choose_depths(model.layers, exact=exact)
     makers = {
         depth: step_maker(
@@ -141,29 +147,33 @@ def measure_step(
         )
         for depth in depths
     }
-    wanted = dict.fromkeys((depth, bucket) for bucket in (decode, buckets[-1]) for depth in depths)
-    tasks: dict[tuple[int, Bucket] | None, Task] = {
-        None: functools.partial(_measure_sample, makers[depths[0]], rows, say)
+    tasks: dict[tuple[int, Bucket] | str, Task] = {
+        "sample": functools.partial(_measure_sample, makers[depths[0]], rows, say),
+        "reset": functools.partial(_measure_reset, makers[depths[0]]),
     }
-    for depth, bucket in wanted:
-        tasks[depth, bucket] = functools.partial(_measure_forward, makers[depth], bucket, say)
+    for bucket in measured:
+        for depth in depths:
+            tasks[depth, bucket] = functools.partial(_measure_forward, makers[depth], bucket, say)
     sizes = _side_by_side(tasks)
-
-    def whole(bucket: Bucket) -> ProgramSize:
-        compiled = {depth: sizes[depth, bucket] for depth in depths}
-        return at_depth(compiled, model.num_layers)
-
-    forward = {bucket: whole(bucket) for bucket in (decode, buckets[-1])}
-    sample = sizes[None]
+    sample, reset = sizes["sample"], sizes["reset"]
+    forward = {
+        bucket: at_depth({depth: sizes[depth, bucket] for depth in depths}, model.num_layers)
+        for bucket in measured
+    }
     return MeasuredStep(
-        decode=forward[decode],
-        largest=forward[buckets[-1]],
+        decode=forward[measured[0]],
+        largest=forward[measured[-1]],
         sample=sample,
         rows=rows,
         depths=depths,
         num_programs=len(tasks),
-        num_served=len(buckets) + len({bucket.rows for bucket in buckets}),
-        served_code=_served_code(buckets, forward, sample.code),
+        num_served=len(buckets) + len({bucket.rows for bucket in buckets}) + 1,
+        overhead=step_overhead(
+            buckets,
+            {bucket: _memory(size) for bucket, size in forward.items()},
+            _memory(sample),
+            [_memory(reset)],
+        ),
         pool_bytes=_pool_bytes(makers[depths[-1]]) * model.num_layers // depths[-1],
         seconds=time.monotonic() - start,
     )
@@ -206,6 +216,10 @@ def _measure_sample(maker: ProgramMaker, rows: int, say: Callable[[str], None]) 
     return _size(program, maker.device.mesh)
 
 
+def _measure_reset(maker: ProgramMaker) -> ProgramSize:
+    return _size(compile_reset(maker), maker.device.mesh)
+
+
 def _size(program: jax.stages.Compiled, mesh: Mesh) -> ProgramSize:
     memory = program.memory_analysis()
     assert memory is not None, program
@@ -219,15 +233,13 @@ def _size(program: jax.stages.Compiled, mesh: Mesh) -> ProgramSize:
     )
 
 
-def _served_code(
-    buckets: tuple[Bucket, ...], forward: Mapping[Bucket, ProgramSize], sample_code: int
-) -> int:
-    compiled = sorted(forward, key=lambda bucket: bucket.tokens)
-    forwards = sum(
-        next(forward[larger].code for larger in compiled if larger.tokens >= bucket.tokens)
-        for bucket in buckets
+def _memory(size: ProgramSize) -> ProgramMemory:
+    return ProgramMemory(
+        outputs=size.outputs,
+        aliased=size.aliased,
+        temporaries=size.temporaries,
+        code=size.code,
     )
-    return forwards + sample_code * len({bucket.rows for bucket in buckets})
 
 
 def _pool_bytes(maker: ProgramMaker) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig, LayerConfig, ModelConfig
+from jaxserve.engine.memory import NO_OVERHEAD, Overhead
 from jaxserve.errors import UsageError
 from jaxserve.models.loading import ParameterInfo
 from jaxserve.plan import fit
@@ -294,7 +295,6 @@ PARAMETERS = {
     "q.weight": info((32, 16), ("heads", "embed")),
     "norm.weight": info((16,), ("embed",)),
 }
-NOTHING = fit.Overhead(state=0, programs=0, temporaries=0)
 
 
 def test_shares_of_parameters() -> None:
@@ -333,7 +333,7 @@ def test_memory_is_filled_as_the_engine_does() -> None:
         EngineConfig(page_size=16),
         usable=100_000,
         weights=20_000,
-        overhead=fit.Overhead(state=1_000, programs=2_000, temporaries=3_000),
+        overhead=Overhead(state=1_000, programs=2_000, temporaries=3_000),
         page_bytes=10_000,
         pages_per_sequence=2,
     )
@@ -350,7 +350,7 @@ def test_no_room_for_a_page() -> None:
         EngineConfig(),
         usable=100,
         weights=90,
-        overhead=NOTHING,
+        overhead=NO_OVERHEAD,
         page_bytes=10,
         pages_per_sequence=1,
     )
@@ -365,7 +365,7 @@ def test_the_smallest_slice_that_holds_all() -> None:
         config=EngineConfig(),
         model=make_model(),
         parameters=parameters,
-        overhead=NOTHING,
+        overhead=NO_OVERHEAD,
         page_bytes=lambda split: gibibyte // split,
         pages_per_sequence=1,
     )
