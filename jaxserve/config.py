@@ -164,7 +164,11 @@ DEFAULT_MAX_LEN = 8192
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP side. `workers` front-end processes share one engine."""
+    """The HTTP side. `workers` front-end processes share one engine.
+
+    data_dir: folder for files, batches and stored responses, None for `state_folder`.
+    max_file_bytes bounds one uploaded file, max_data_bytes all that is kept.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -175,7 +179,15 @@ class ServerConfig:
     max_stop: int = 16
     max_stop_bytes: int = 1024
     drain_seconds: float = 30.0
+    data_dir: str | None = None
+    max_file_bytes: int = 200 * 2**20
+    max_data_bytes: int = 10 * 2**30
     log_level: str = "info"
+
+    @property
+    def data_folder(self) -> pathlib.Path:
+        """Where files, batches and stored responses are kept; made when first needed."""
+        return pathlib.Path(self.data_dir).expanduser() if self.data_dir else state_folder()
 
     def validate(self) -> None:
         """Raises UsageError naming the flag to change."""
@@ -188,6 +200,8 @@ class ServerConfig:
             ("max_stop", 0, math.inf),
             ("max_stop_bytes", 0, math.inf),
             ("drain_seconds", 0, 86400),
+            ("max_file_bytes", 1, math.inf),
+            ("max_data_bytes", 1, math.inf),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -307,3 +321,12 @@ def cache_folder() -> pathlib.Path:
         return pathlib.Path(override).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "jaxserve"
+
+
+def state_folder() -> pathlib.Path:
+    """Where the server keeps what it must not forget; `JAXSERVE_STATE` overrides."""
+    override = os.environ.get("JAXSERVE_STATE")
+    if override:
+        return pathlib.Path(override).expanduser()
+    base = os.environ.get("XDG_STATE_HOME")
+    return (pathlib.Path(base) if base else pathlib.Path.home() / ".local" / "state") / "jaxserve"

@@ -12,6 +12,7 @@
     │   ├── PromptTooLongError      longer than the context or the page pool
     │   └── NotFoundError           unknown model, adapter or route (HTTP 404)
     ├── RefusedError            the request was right but is not taken now (HTTP 429)
+    │   └── StorageError            nothing can be kept: the disk is full, say (HTTP 507)
     └── EngineError             the engine cannot answer
         ├── EngineGoneError         it died, is restarting or does not answer (HTTP 503)
         └── DeviceLostError         a part of what it runs on is gone for good
@@ -96,6 +97,15 @@ class RefusedError(JaxserveError):
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class StorageError(RefusedError):
+    """What was to be kept (a file, a batch, a response) could not be written or read."""
+
+    status = 507
+
+    def __init__(self, message: str, *, full: bool = False) -> None:
+        super().__init__(message, reason="storage_full" if full else "storage_unavailable")
 
 
 class EngineError(JaxserveError):

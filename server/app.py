@@ -23,7 +23,9 @@ from server.openai.completions import completions_blueprint
 from server.openai.models import models_blueprint
 from server.openai.tokenize import tokenize_blueprint
 from server.prompts import Prompts
+from server.responses.routes import responses_blueprint
 from server.services import Services
+from server.storage import Storage
 
 #: Long prompts that are rendered and tokenised at once.
 PROMPT_THREADS = 2
@@ -56,6 +58,7 @@ def create_app(
         model_name=engine.model_name,
         started=int(time.time()),
         drain=drain,
+        storage=Storage(server.data_folder),
     )
     app = flask.Flask("jaxserve", static_folder=None)
     app.extensions[EXTENSION] = drain
@@ -68,6 +71,7 @@ def create_app(
         chat_blueprint(services),
         completions_blueprint(services),
         messages_blueprint(services),
+        responses_blueprint(services),
         models_blueprint(services),
         tokenize_blueprint(services),
         health_blueprint(services),

@@ -9,7 +9,13 @@ import msgspec
 from werkzeug.exceptions import HTTPException
 
 from jaxserve.client import HungUpError
-from jaxserve.errors import EngineError, NotFoundError, RefusedError, RequestError
+from jaxserve.errors import (
+    EngineError,
+    NotFoundError,
+    RefusedError,
+    RequestError,
+    StorageError,
+)
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -31,7 +37,8 @@ def error_body(error: Exception) -> dict[str, dict[str, str | None]]:
     elif isinstance(error, RequestError):
         param, code = error.param, error.code or "invalid_value"
     elif isinstance(error, RefusedError):
-        kind, code = "rate_limit_error", error.reason
+        kind = "server_error" if isinstance(error, StorageError) else "rate_limit_error"
+        code = error.reason
     elif isinstance(error, EngineError):
         kind, code = "server_error", "engine_error" if error.status == 500 else "unavailable"
     elif isinstance(error, HTTPException):

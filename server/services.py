@@ -12,6 +12,7 @@ from jaxserve.routing.engines import choose_engine
 from jaxserve.tokenizer.protocol import Tokenizer
 from server.drain import SHUTTING_DOWN, Drain
 from server.prompts import Prompts
+from server.storage import Storage
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class Services:
     model_name: str
     started: int
     drain: Drain
+    storage: Storage
 
     def engine(self) -> tuple[EngineClient, EngineInfo]:
         """The engine for the next request and what it said of itself. Raises EngineGoneError."""

@@ -58,6 +58,10 @@ SERVER_HELP: Mapping[str, str] = {
     "max_n": "answers (n) that one prompt may ask for",
     "max_stop": "stop strings in one request",
     "max_stop_bytes": "size of a request's stop strings together",
+    "data_dir": "folder for uploaded files, batches and stored responses; if not given, jaxserve's "
+    "in the user's state folder",
+    "max_file_bytes": "largest uploaded file",
+    "max_data_bytes": "all that may be kept in --data-dir together",
     "drain_seconds": "how long open answers may take to finish after SIGTERM",
     "log_level": "how much the server says",
 }

@@ -1,0 +1,163 @@
+"""Step 9 for OpenAI's Responses API: the answer to one request, as one object or as events."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from jaxserve.errors import JaxserveError
+from jaxserve.request import FinishReason, RequestOutput
+from jaxserve.tokenizer.protocol import Tokenizer
+from server import sse
+from server.answers import AnswerReader, join
+from server.errors import error_body
+from server.openai.response import chat_logprobs
+from server.responses.schema import ResponsesBody
+
+Json = dict[str, Any]
+#: What the object repeats of the request, with the value that a field has when it is left out.
+_REPEATED: Json = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+    "store": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "user": None,
+}
+
+
+class ResponseAnswer:
+    """Writes the answer to one request. keep: stores the finished object, or does nothing."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        body: ResponsesBody,
+        model: str,
+        reader: AnswerReader,
+        keep: Callable[[Json], None],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._reader = reader
+        self._keep = keep
+        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._numbers = itertools.count()
+        given = {name: getattr(body, name) for name in _REPEATED}
+        self._head: Json = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            **{name: _REPEATED[name] if value is None else value for name, value in given.items()},
+            "background": False,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "truncation": "disabled",
+        }
+
+    def whole(self, answer: RequestOutput) -> Json:
+        """The response object, from the complete answer; it is kept if that was asked for."""
+        cut = answer.finish_reason is FinishReason.LENGTH
+        whole = self._response(
+            "incomplete" if cut else "completed",
+            output=[self._item(answer, "incomplete" if cut else "completed")],
+            incomplete_details={"reason": "max_output_tokens"} if cut else None,
+            usage=self._usage(),
+        )
+        self._keep(whole)
+        return whole
+
+    def events(self, pieces: Iterable[tuple[int, RequestOutput]]) -> Iterator[bytes]:
+        """Every event with its number: created, one item with one part of text, and the end."""
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+        item: Json = {**self._item(None, "in_progress"), "content": []}
+        yield self._event("response.output_item.added", output_index=0, item=item)
+        at: Json = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        yield self._event("response.content_part.added", **at, part=self._part(None))
+        answer: RequestOutput | None = None
+        for _, piece in pieces:
+            answer = piece if answer is None else join(answer, piece)
+            if piece.text:
+                yield self._event(
+                    "response.output_text.delta",
+                    **at,
+                    delta=piece.text,
+                    logprobs=self._logprobs(piece),
+                )
+        assert answer is not None, "an answer has at least its last piece"
+        whole = self.whole(answer)
+        done = whole["output"][0]
+        part = done["content"][0]
+        text, logprobs = part["text"], part["logprobs"]
+        yield self._event("response.output_text.done", **at, text=text, logprobs=logprobs)
+        yield self._event("response.content_part.done", **at, part=part)
+        yield self._event("response.output_item.done", output_index=0, item=done)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def failed(self, error: Exception) -> bytes:
+        """The two events that end a stream that cannot go on."""
+        fields = error_body(error)["error"]
+        known = isinstance(error, JaxserveError)
+        words = {"code": "server_error", "message": fields["message"]}
+        event = self._event(
+            "error", **{**words, "code": fields["code"] if known else None, "param": None}
+        )
+        return event + self._event(
+            "response.failed", response=self._response("failed", error=words)
+        )
+
+    def _response(self, status: str, **fields: Any) -> Json:
+        empty: Json = {"error": None, "incomplete_details": None, "output": [], "usage": None}
+        return {**self._head, "status": status, **empty, **fields}
+
+    def _item(self, answer: RequestOutput | None, status: str) -> Json:
+        return {
+            "id": self._item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": [self._part(answer)],
+        }
+
+    def _part(self, answer: RequestOutput | None) -> Json:
+        return {
+            "type": "output_text",
+            "text": "" if answer is None else answer.text,
+            "annotations": [],
+            "logprobs": [] if answer is None else self._logprobs(answer),
+        }
+
+    def _logprobs(self, answer: RequestOutput) -> list[Json]:
+        found = chat_logprobs(self._tokenizer, answer.logprobs)
+        return [] if found is None else list(found["content"])
+
+    def _usage(self) -> Json:
+        reader = self._reader
+        prompt = len(reader.request.prompt_ids)
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {
+                "cached_tokens": reader.num_cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": reader.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + reader.num_tokens,
+        }
+
+    def _event(self, name: str, **fields: Any) -> bytes:
+        number = next(self._numbers)
+        return sse.named_event(name, {"type": name, "sequence_number": number, **fields})
