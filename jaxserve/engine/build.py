@@ -42,6 +42,7 @@ from jaxserve.engine.memory import (
     plan_pages,
 )
 from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.engine.product_choice import choose_float_products
 from jaxserve.engine.program_store import ProgramStore
 from jaxserve.engine.quantize_choice import choose_quantization, describe
 from jaxserve.engine.report import EngineReport, log_report
@@ -57,6 +58,7 @@ from jaxserve.parallel.mesh import make_mesh
 from jaxserve.sampling.limits import SamplingLimits
 from pallas_kernels import dispatch
 from pallas_kernels.errors import KernelError
+from pallas_kernels.float_matmul import cpu as float_cpu
 from pallas_kernels.paged_attention import cpu
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.quantized_matmul import cpu as quantized_cpu
@@ -187,6 +189,7 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
         )
     else:
         model_config, decoder = load_model(reader, mesh, dtype=dtype, quantization=quantization)
+    products = choose_float_products(decoder, mesh, dtype, resolve_kernels(config))
     graphdef, state = nnx.split(decoder)
     weights, treedef = jax.tree.flatten(state)
     return LoadedModel(
@@ -198,6 +201,7 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
         treedef=treedef,
         weights=tuple(weights),
         quantization=quantization,
+        products=products,
     )
 
 
@@ -238,6 +242,10 @@ def _load_kernels(
     op = functools.partial(paged_attention, implementation=choice)
     sampling = choose_sampling(config, device.config, platform)
     log = {each.op: str(each) for each in (choice, sampling)}
+    if device.products:
+        log["float_matmul"] = f"float_matmul: {' and '.join(sorted(device.products))}"
+    if "cpu" in device.products:
+        float_cpu.load(cache_folder() / "kernels")
     if device.quantization is not None:
         forms = (device.quantization.layers, device.quantization.embedding)
         for form in forms:

@@ -29,6 +29,7 @@ class LoadedModel:
 
     attention: the implementation that reads and writes its pages, which hold page_dtype.
     sampling: the implementation of the op `sample`. quantization: None where weights are of dtype.
+    products: implementations that multiply plain weights.
     """
 
     config: ModelConfig
@@ -41,6 +42,7 @@ class LoadedModel:
     attention: Choice | str = dispatch.REFERENCE
     sampling: Choice | str = dispatch.REFERENCE
     quantization: Quantization | None = None
+    products: frozenset[str] = frozenset()
 
 
 def device_state_maker(

@@ -6,15 +6,16 @@ no layout change costs a temporary. Every product of the model goes through `lin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
 from jaxserve.parallel.mesh import LogicalAxes
+from pallas_kernels.dispatch import REFERENCE
+from pallas_kernels.float_matmul.api import float_matmul
 
 #: Standard deviation of a weight's start values.
 INIT_SCALE = 0.02
@@ -52,27 +53,23 @@ def linear(
     bias: jax.Array | None = None,
     *,
     out_dtype: DTypeLike | None = None,
+    implementation: str = REFERENCE,
 ) -> jax.Array:
     """x [..., in] times weight [out, in] transposed, plus bias [out]: [..., out].
 
     Sums are float32. float32 weights are multiplied in full float32 on every platform.
-    out_dtype None: x's dtype.
+    out_dtype None: x's dtype. implementation: of the op `float_matmul`.
     """
-    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    out = lax.dot_general(
-        x,
-        weight,
-        (((x.ndim - 1,), (1,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    rows = x.reshape(-1, x.shape[-1])
+    out = float_matmul(rows, weight, implementation=implementation)
+    out = out.reshape(*x.shape[:-1], weight.shape[0])
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     return out.astype(x.dtype if out_dtype is None else out_dtype)
 
 
 class Linear(nnx.Module):  # type: ignore[misc]
-    """weight [out, in] and, where asked for, bias [out]."""
+    """weight [out, in] and, where asked for, bias [out]; see `choose_products`."""
 
     def __init__(
         self,
@@ -87,11 +84,12 @@ class Linear(nnx.Module):  # type: ignore[misc]
     ) -> None:
         self.weight = parameter(rngs, (out_size, in_size), dtype, (out_axis, in_axis))
         self.bias = parameter(rngs, (out_size,), dtype, (out_axis,), "zeros") if use_bias else None
+        self.implementation = REFERENCE
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., in] -> [..., out], in x's dtype."""
         bias = None if self.bias is None else self.bias[...]
-        return linear(x, self.weight[...], bias)
+        return linear(x, self.weight[...], bias, implementation=self.implementation)
 
 
 class Linears(nnx.Module):  # type: ignore[misc]
@@ -114,6 +112,7 @@ class Embedding(nnx.Module):  # type: ignore[misc]
         self, vocab_size: int, hidden_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs | None
     ) -> None:
         self.weight = parameter(rngs, (vocab_size, hidden_size), dtype, ("vocab", "embed"))
+        self.implementation = REFERENCE
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """token_ids [T] int32, each below V -> [T, D]."""
@@ -122,4 +121,18 @@ class Embedding(nnx.Module):  # type: ignore[misc]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, D] -> float32 [R, V]."""
-        return linear(hidden, self.weight[...], out_dtype=jnp.float32)
+        weight = self.weight[...]
+        return linear(hidden, weight, out_dtype=jnp.float32, implementation=self.implementation)
+
+
+def choose_products(model: nnx.Module, choose: Callable[[int, int], str]) -> frozenset[str]:
+    """Gives every plain product of a model the implementation that `choose(out, in)` names.
+
+    They start with the definition. Returns the names in use; none for a model without such products.
+    """
+    found = set()
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear | Embedding):
+            module.implementation = choose(*module.weight.shape)
+            found.add(module.implementation)
+    return frozenset(found)
