@@ -62,6 +62,17 @@ def add_parser(verbs: Subparsers[Parser]) -> None:
         help="of weights and activations: auto is bfloat16 (default: auto)",
     )
     add(
+        "--quantization",
+        metavar="SCHEME",
+        default=defaults.quantization,
+        help=_text(
+            "how matrices are stored: none (as --dtype says) or a scheme such as int8_token or "
+            "int4_group128",
+            defaults.quantization,
+        ),
+    )
+    add(
+        "--kv-cache-dtype",
         "--kv-dtype",
         choices=tuple(KV_CACHE_DTYPES),
         default=defaults.kv_cache_dtype,
@@ -120,7 +131,8 @@ def _read_config(options: argparse.Namespace, num_devices: int) -> EngineConfig:
     config = EngineConfig(
         model=options.model,
         dtype=options.dtype,
-        kv_cache_dtype=options.kv_dtype,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
         max_num_seqs=options.max_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=options.context,

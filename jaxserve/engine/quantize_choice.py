@@ -13,7 +13,7 @@ import logging
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from checkpoints.reader import CheckpointReader
 from jaxserve.config import EngineConfig, ModelConfig
@@ -53,27 +53,43 @@ def choose_quantization(
 
     Raises UsageError when --quantization names no scheme, or one that this model or machine cannot do.
     """
-    if config.quantization == NONE:
-        return None
     platform = mesh.devices.flat[0].platform
     if config.quantization != AUTO:
-        try:
-            return _make(named_scheme(config.quantization), model, mesh, dtype, kernels)
-        except KernelError as error:
-            raise UsageError(f"--quantization: {error}") from None
+        return named_quantization(config, model, mesh, platform, dtype, kernels)
     if platform != "cpu" or config.dtype != "auto" or kernels == dispatch.REFERENCE:
         return None
     name = AUTO_BLOCKS if _is_in_blocks(reader) else AUTO_BYTES
+    scheme = named_scheme(name)
     try:
-        found = _make(named_scheme(name), model, mesh, dtype, kernels)
+        return _make(scheme, model, mesh, platform, dtype, kernels, fast_only=True)
     except KernelError as error:
         logger.info("weights stay %s: %s", dtype.name, error)
         return None
-    forms = (found.layers, found.embedding)
-    if any(form.implementation == dispatch.REFERENCE for form in forms):
-        logger.info("weights stay %s: no fast product for %s here", dtype.name, name)
+
+
+def named_quantization(
+    config: EngineConfig,
+    model: ModelConfig,
+    mesh: Mesh | AbstractMesh,
+    platform: str,
+    dtype: np.dtype,
+    kernels: str,
+    *,
+    fast_only: bool = False,
+) -> Quantization | None:
+    """The formats that --quantization names, None for plain weights (as auto is, without a file).
+
+    platform: of the mesh's devices, which need not be here. fast_only: refuses what only the
+    definition can do. Raises UsageError when it names no scheme, or one that this model or machine
+    cannot do.
+    """
+    if config.quantization in (NONE, AUTO):
         return None
-    return found
+    try:
+        scheme = named_scheme(config.quantization)
+        return _make(scheme, model, mesh, platform, dtype, kernels, fast_only=fast_only)
+    except KernelError as error:
+        raise UsageError(f"--quantization: {error}") from None
 
 
 def describe(quantization: Quantization | None, dtype: np.dtype) -> str:
@@ -99,7 +115,14 @@ def _is_in_blocks(reader: CheckpointReader) -> bool:
 
 
 def _make(
-    scheme: Scheme, model: ModelConfig, mesh: Mesh, dtype: np.dtype, kernels: str
+    scheme: Scheme,
+    model: ModelConfig,
+    mesh: Mesh | AbstractMesh,
+    platform: str,
+    dtype: np.dtype,
+    kernels: str,
+    *,
+    fast_only: bool,
 ) -> Quantization:
     """Both formats. Raises KernelError with every reason when a product cannot be done."""
     split = tensor_parallel_size(mesh)
@@ -113,28 +136,37 @@ def _make(
         Product(out_size=model.hidden_size, in_size=model.ffn_size // split),
     )
     head = (Product(out_size=vocab, in_size=model.hidden_size),)
+
+    def form(scheme: Scheme, products: tuple[Product, ...]) -> WeightFormat:
+        choices = _choose(scheme, products, platform, dtype, kernels)
+        slow = [each for each in choices if each.implementation == dispatch.REFERENCE]
+        if fast_only and slow:
+            raise KernelError(f"no fast product for {scheme.name}: {slow[0]}")
+        names = {each.implementation for each in choices}
+        name = names.pop() if len(names) == 1 else dispatch.REFERENCE
+        return WeightFormat(scheme=scheme, implementation=name, mesh=mesh)
+
     return Quantization(
-        layers=_form(scheme, layers, mesh, dtype, kernels),
-        embedding=_form(embedding_scheme(scheme), head, mesh, dtype, kernels),
+        layers=form(scheme, layers),
+        embedding=form(embedding_scheme(scheme), head),
     )
 
 
-def _form(
-    scheme: Scheme, products: tuple[Product, ...], mesh: Mesh, dtype: np.dtype, kernels: str
-) -> WeightFormat:
-    """The first implementation that can do all products."""
-    names = set()
+def _choose(
+    scheme: Scheme, products: tuple[Product, ...], platform: str, dtype: np.dtype, kernels: str
+) -> list[dispatch.Choice]:
+    """The implementation of each product."""
+    found = []
     for product in products:
         scheme.num_groups(product.in_size)
         choice = dispatch.choose(
             "quantized_matmul",
-            platform=mesh.devices.flat[0].platform,
+            platform=platform,
             kernels=kernels,
             dtype=jnp.dtype(dtype),
             scheme=scheme,
             out_size=product.out_size,
             in_size=product.in_size,
         )
-        names.add(choice.implementation)
-    name = names.pop() if len(names) == 1 else dispatch.REFERENCE
-    return WeightFormat(scheme=scheme, implementation=name, mesh=mesh)
+        found.append(choice)
+    return found

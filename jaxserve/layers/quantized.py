@@ -41,15 +41,24 @@ class Recipe:
 
 
 def quantized_parameters(recipe: Recipe, axes: LogicalAxes) -> list[nnx.Param[jax.Array] | None]:
-    """Abstract values, scales and zero points (None without): always loaded, never initialised."""
-    form = recipe.form
-    weight = abstract_packed(
-        recipe.out_size, recipe.in_size, form.scheme, implementation=form.implementation
+    """Abstract values, scales and zero points (None without): always loaded, never initialised.
+
+    Where columns are split over devices each device's part is a weight of its own: a scale per row
+    becomes one per row and device.
+    """
+    form, in_axis = recipe.form, axes[1]
+    split = in_axis is not None and is_split(in_axis)
+    devices = tensor_parallel_size(form.mesh) if split else 1
+    part = abstract_packed(
+        recipe.out_size, recipe.in_size // devices, form.scheme, implementation=form.implementation
     )
-    return [
-        None if leaf is None else nnx.Param(leaf, logical_axes=axes, init=QUANTIZED, recipe=recipe)
-        for leaf in weight
-    ]
+
+    def param(leaf: jax.Array) -> nnx.Param[jax.Array]:
+        shape = (leaf.shape[0], leaf.shape[1] * devices)
+        whole: Any = jax.ShapeDtypeStruct(shape, leaf.dtype)  # type: ignore[no-untyped-call]
+        return nnx.Param(whole, logical_axes=axes, init=QUANTIZED, recipe=recipe)
+
+    return [None if leaf is None else param(leaf) for leaf in part]
 
 
 class QuantizedLinear(nnx.Module):  # type: ignore[misc]

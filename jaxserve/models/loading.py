@@ -66,9 +66,11 @@ def make_abstract_model(
     return Decoder(config, dtype=dtype, rngs=None, quantization=quantization)
 
 
-def parameter_infos(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParameterInfo]:
-    """All parameters by path ("layers.3.attention.inputs.q.weight"), none of them quantised."""
-    _, state = nnx.split(make_abstract_model(config, dtype))
+def parameter_infos(
+    config: ModelConfig, dtype: DTypeLike, quantization: Quantization | None = None
+) -> dict[str, ParameterInfo]:
+    """All parameters by path ("layers.3.attention.inputs.q.weight"), quantised ones by array."""
+    _, state = nnx.split(make_abstract_model(config, dtype, quantization))
     return {
         _join(path): ParameterInfo(
             shape=tuple(param.get_value().shape),

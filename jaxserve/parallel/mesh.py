@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ModelConfig
 from jaxserve.errors import ResourceError, UsageError
@@ -65,7 +65,16 @@ def make_mesh(tensor_parallel: int, devices: Sequence[jax.Device] | None = None)
     return Mesh(grid, (DATA_AXIS, TENSOR_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def tensor_parallel_size(mesh: Mesh) -> int:
+def make_abstract_mesh(tensor_parallel: int) -> AbstractMesh:
+    """Such a mesh without devices, for shapes alone."""
+    return AbstractMesh(
+        (1, tensor_parallel),
+        (DATA_AXIS, TENSOR_AXIS),
+        axis_types=(AxisType.Auto, AxisType.Auto),
+    )
+
+
+def tensor_parallel_size(mesh: Mesh | AbstractMesh) -> int:
     """Over how many devices the split axes are spread."""
     return int(mesh.shape[TENSOR_AXIS])
 

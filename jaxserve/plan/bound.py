@@ -101,14 +101,22 @@ def seen_tokens(model: ModelConfig, context: int) -> int:
 
 
 def step_bound(work: StepWork, chip: Chip, dtype: str) -> StepBound:
-    """dtype: of weights and activations. float32 has no published rate; bfloat16's is no lower."""
-    rates = chip.operations_per_second
+    """dtype: of what is multiplied, as `operation_rate` takes it."""
     share = chip.devices_per_chip
     return StepBound(
         memory_seconds=work.memory_bytes / (chip.hbm_bytes_per_second / share),
-        compute_seconds=work.operations / (rates.get(dtype, rates["bfloat16"]) / share),
+        compute_seconds=work.operations / (operation_rate(chip, dtype) / share),
         link_seconds=work.sent_bytes / chip.link_bytes_per_second,
     )
+
+
+def operation_rate(chip: Chip, dtype: str) -> float:
+    """Operations a second of a chip. float32 has no published rate; bfloat16's is no lower.
+
+    Nor is it where 8 bits have none: there they are multiplied as bfloat16.
+    """
+    rates = chip.operations_per_second
+    return rates.get(dtype, rates["bfloat16"])
 
 
 def price_per_million(

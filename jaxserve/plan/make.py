@@ -30,7 +30,7 @@ def make_plan(request: PlanRequest, cache: Path, say: Say) -> Plan:
     """
     job = resolve(request, cache)
     _refuse_what_cannot_fit(job)
-    say(f"{job.attention}; {job.sampling}")
+    say("; ".join(job.kernels.values()))
     step = _compile(job, exact=request.exact, say=say)
     overhead = step.overhead
     filled = fill_memory(
@@ -141,18 +141,20 @@ def _put_together(
         num_devices=job.split,
         num_chips=job.num_chips,
         dtype=job.dtype,
+        weight_form=job.weight_form,
+        product_dtype=job.product_dtype,
         page_dtype=job.page_dtype,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         context=job.context,
         page_size=config.page_size,
-        kernels={choice.op: str(choice) for choice in (job.attention, job.sampling)},
+        kernels=job.kernels,
         memory=memory,
         capacity=capacity,
         collectives=collectives,
         users=users,
         work=work,
-        bound=step_bound(work, chip, job.dtype),
+        bound=step_bound(work, chip, job.product_dtype),
         compiled=Compiled(
             depths=step.depths,
             num_layers=job.model.num_layers,

@@ -27,10 +27,12 @@ from jaxserve.engine.build import (
     choose_dtype,
     choose_page_dtype,
     choose_sampling,
+    resolve_kernels,
 )
 from jaxserve.engine.compiling import ProgramMaker
 from jaxserve.engine.device_state import LoadedModel, abstract_device_state
 from jaxserve.engine.memory import Overhead, ProgramMemory, measured_buckets, step_overhead
+from jaxserve.engine.quantize_choice import named_quantization
 from jaxserve.models.loading import make_abstract_model
 from jaxserve.parallel.mesh import make_mesh, sharding, tensor_parallel_size
 from jaxserve.plan.collectives import read_collectives
@@ -70,7 +72,9 @@ def abstract_model(
     """The model on a mesh, its ops chosen, every weight a shape with its sharding."""
     dtype = choose_dtype(config, platform)
     page_dtype = choose_page_dtype(config, dtype)
-    graphdef, state = nnx.split(make_abstract_model(model, dtype))
+    kernels = resolve_kernels(config)
+    quantization = named_quantization(config, model, mesh, platform, dtype, kernels)
+    graphdef, state = nnx.split(make_abstract_model(model, dtype, quantization))
     flat = []
     for path, param in nnx.to_flat_state(state):
         value, axes = param.get_value(), param.get_metadata()["logical_axes"]
@@ -88,6 +92,7 @@ def abstract_model(
         weights=tuple(weights),
         attention=choose_attention(config, model, dtype, page_dtype, platform),
         sampling=choose_sampling(config, model, platform),
+        quantization=quantization,
     )
 
 

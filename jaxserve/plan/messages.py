@@ -77,7 +77,8 @@ class Plan:
     """Everything about one model on one slice; per device unless it says otherwise.
 
     source: where the model's shape is from. num_parameters: of the whole model. num_devices: over
-    which the model is split; num_chips: that they are part of. users: in a step, and context: the
+    which the model is split; num_chips: that they are part of. dtype: of activations; weight_form:
+    how weights are stored; product_dtype: at whose rate they are multiplied. users: in a step, and context: the
     tokens that each of them has. collectives: of one step, by kind. fits_at: the smallest slice of
     this chip that holds all users, by shapes and what was measured here; None if none does.
     """
@@ -89,6 +90,8 @@ class Plan:
     num_devices: int
     num_chips: int
     dtype: str
+    weight_form: str
+    product_dtype: str
     page_dtype: str
     max_num_seqs: int
     max_num_batched_tokens: int

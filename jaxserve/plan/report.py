@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.plan.bound import price_per_million
+from jaxserve.plan.bound import operation_rate, price_per_million
 from jaxserve.plan.chips import Chip, Slice
 from jaxserve.plan.messages import Plan
 
@@ -51,9 +51,10 @@ def _head(plan: Plan, where: Slice) -> Iterator[str]:
     count = plan.num_parameters
     size = f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
     yield f"{plan.model} on {plan.topology}: {size} parameters ({plan.source})"
+    weights = "" if plan.weight_form == plan.dtype else f"weights {plan.weight_form}, "
     split = "one device" if plan.num_devices == 1 else f"{plan.num_devices} devices"
     yield (
-        f"  {plan.dtype}, KV pages {plan.page_dtype} of {plan.page_size} tokens; split over {split}; "
+        f"  {plan.dtype}, {weights}KV pages {plan.page_dtype} of {plan.page_size} tokens; split over {split}; "
         f"{plan.max_num_seqs} sequences, {plan.max_num_batched_tokens} tokens a step"
     )
     if plan.num_chips < where.num_chips:
@@ -140,8 +141,7 @@ def _step(plan: Plan, chip: Chip) -> Iterator[str]:
     )
     share = chip.devices_per_chip
     memory_rate = chip.hbm_bytes_per_second / share
-    rates = chip.operations_per_second
-    compute_rate = rates.get(plan.dtype, rates["bfloat16"]) / share
+    compute_rate = operation_rate(chip, plan.product_dtype) / share
     yield (
         f"  memory      {bound.memory_seconds * 1e3:>8.2f} ms   {work.memory_bytes / 1e9:.2f} GB at "
         f"{memory_rate / 1e9:,.0f} GB/s: weights {work.weight_bytes / 1e9:.2f}, "

@@ -12,7 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.parallel.mesh import LOGICAL_RULES, TENSOR_AXIS, spec
 from pallas_kernels.quantized_matmul import api
@@ -23,12 +23,13 @@ from pallas_kernels.quantized_matmul.scheme import QuantizedWeight, Scheme
 class WeightFormat:
     """A scheme, the implementation that multiplies with it, and the mesh it does so on.
 
-    implementation: a name of `pallas_kernels.quantized_matmul`, as `dispatch` chose it.
+    implementation: a name of `pallas_kernels.quantized_matmul`, as `dispatch` chose it. An abstract
+    mesh does for shapes.
     """
 
     scheme: Scheme
     implementation: str
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

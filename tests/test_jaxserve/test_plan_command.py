@@ -51,6 +51,8 @@ def make_finished_plan(**changes: Any) -> Plan:
         "num_devices": 8,
         "num_chips": 8,
         "dtype": "bfloat16",
+        "weight_form": "bfloat16",
+        "product_dtype": "bfloat16",
         "page_dtype": "bfloat16",
         "max_num_seqs": 128,
         "max_num_batched_tokens": 512,
@@ -187,9 +189,34 @@ def test_int8_pages_take_half_and_their_scales(tmp_path: pathlib.Path) -> None:
     assert small.page_bytes(8) < 0.75 * plain.page_bytes(8)
 
 
+def test_quantised_weights_are_counted_as_they_are_stored(tmp_path: pathlib.Path) -> None:
+    """Two devices: 8 bits and a float32 scale per row and, where columns are split, device."""
+    plain = resolve(make_request("llama-3.1-8b", "v5p:2x2x1", tensor_parallel=2), tmp_path)
+    job = resolve(
+        make_request("llama-3.1-8b", "v5p:2x2x1", tensor_parallel=2, quantization="int8_token"),
+        tmp_path,
+    )
+    embedding, width, ffn, kv = 128_256 * 4096, 4096, 14_336, 1024
+    layer = width * (2 * width + 2 * kv) + 3 * width * ffn
+    rows = width + 2 * kv + 2 * ffn + 2 * (width + width)  # those of two matrices are whole
+    norms = 65 * width * 4
+    assert job.weights == (32 * (layer + 4 * rows) + 2 * (embedding + 4 * 128_256)) // 2 + norms
+    read, plain_read = read_weights(job), read_weights(plain)
+    assert read.num_bytes == job.weights - (embedding + 4 * 128_256) // 2
+    assert read.matrix_elements == plain_read.matrix_elements
+    assert job.num_parameters == plain.num_parameters
+    assert (job.weight_form, job.product_dtype) == ("int8_token", "int8")
+    assert job.kernels["quantized_matmul"] == "quantized_matmul: tpu"
+
+
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
+        (make_request("llama-3.1-8b", quantization="int3"), "--quantization: .*'int3'; use int8, "),
+        (
+            make_request("llama-3.1-8b", "h100:8", quantization="int8_group32_a16"),
+            "--quantization: no fast product for int8_group32_a16: .*no tensor core multiplies int16",
+        ),
         (make_request("llama-3.1-8b", max_model_len=200_000), "--context is 200000.* 131072"),
         (
             make_request("smollm2-135m-instruct"),
@@ -345,6 +372,13 @@ def test_the_report_says_what_is_not_so() -> None:
     assert "per chip-hour" not in text
 
 
+def test_the_report_says_how_weights_are_stored() -> None:
+    plan = make_finished_plan(weight_form="int8_token", product_dtype="int8")
+    text = to_text(plan, WHERE, price=None)
+    assert "bfloat16, weights int8_token, KV pages bfloat16" in text
+    assert "operations at 1,836 a second" in text
+
+
 def test_json_has_all_of_it() -> None:
     made = json.loads(json.dumps(to_json(make_finished_plan(), WHERE, price=2.7)))
     assert made["memory"]["pool"] == 512 * MEBIBYTE
@@ -366,7 +400,9 @@ def test_the_exit_code_says_whether_all_fit(
         return make_finished_plan(capacity=capacity)
 
     monkeypatch.setattr(launch, "run_plan", run_plan)
-    assert main(["plan", "m", "--topology", "v6e:2x4", "--kv-dtype", "int8", "--json"]) == code
+    assert (
+        main(["plan", "m", "--topology", "v6e:2x4", "--kv-cache-dtype", "int8", "--json"]) == code
+    )
     assert json.loads(capsys.readouterr().out)["capacity"]["users"] == users
     assert seen == [make_request("m", kv_cache_dtype="int8")]
 

@@ -11,9 +11,9 @@ from model_steps import make_config
 
 from checkpoints.reader import TensorInfo
 from jaxserve.config import EngineConfig
-from jaxserve.engine.quantize_choice import choose_quantization, describe
+from jaxserve.engine.quantize_choice import choose_quantization, describe, named_quantization
 from jaxserve.errors import UsageError
-from jaxserve.parallel.mesh import make_mesh
+from jaxserve.parallel.mesh import make_abstract_mesh, make_mesh
 
 SIZES = {
     "hidden_size": 64,
@@ -99,3 +99,14 @@ def test_a_named_scheme_is_taken_whatever_the_file_and_the_kernels() -> None:
 def test_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         choose(**settings)
+
+
+def test_a_plan_wants_fast_products() -> None:
+    settings: Any = (make_config(**SIZES), make_abstract_mesh(2), "gpu", np.dtype(np.float32))
+    config = EngineConfig(quantization="int8_group32_a16")
+    message = r"no fast product for int8_group32_a16: .*not gpu: .*no tensor core multiplies int16"
+    with pytest.raises(UsageError, match=message):
+        named_quantization(config, *settings, "auto", fast_only=True)
+    found = named_quantization(config, *settings, "auto")
+    assert found is not None
+    assert found.layers.implementation == "reference"

@@ -78,6 +78,14 @@ def test_same_on_several_devices(layers: str, tie_embeddings: bool) -> None:
         assert held.data.shape[0] == 2 * config.ffn_size // devices
 
 
+def test_a_scale_per_row_is_one_per_device_where_columns_are_split() -> None:
+    config = make_config(**SIZES, tie_embeddings=True)
+    plain = dense_logits(make_plain(config), PROMPTS)
+    shared = make_model(config, 2, "int8")
+    assert relative_error(dense_logits(shared, PROMPTS), plain) < 2e-2
+    assert shared.layers[0].ffn.down.scales.shape == (config.hidden_size, 2)
+
+
 def test_an_odd_vocabulary_is_whole_on_every_device() -> None:
     config = make_config(**SIZES, tie_embeddings=True, vocab_size=95)
     alone = dense_logits(make_model(config, 1, "int8_group32"), PROMPTS)
