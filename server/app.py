@@ -15,6 +15,12 @@ from jaxserve.context.chat_template import ChatTemplate
 from jaxserve.tokenizer.protocol import Tokenizer
 from server import errors
 from server.anthropic.routes import messages_blueprint
+from server.batches.batch_routes import batches_blueprint
+from server.batches.batches import BatchStore
+from server.batches.file_routes import files_blueprint
+from server.batches.files import FileStore
+from server.batches.worker import EXTENSION as BATCHES
+from server.batches.worker import BatchWorker
 from server.drain import EXTENSION, Drain
 from server.health import health_blueprint
 from server.metrics import metrics_blueprint
@@ -60,8 +66,11 @@ def create_app(
         drain=drain,
         storage=Storage(server.data_folder),
     )
+    files = FileStore(services.storage, server.max_data_bytes)
+    batches = BatchStore(services.storage)
     app = flask.Flask("jaxserve", static_folder=None)
     app.extensions[EXTENSION] = drain
+    app.extensions[BATCHES] = BatchWorker(app, services, batches, files)
     app.json.sort_keys = False  # type: ignore[attr-defined]
     app.url_map.merge_slashes = False
     errors.install(app)
@@ -72,6 +81,8 @@ def create_app(
         completions_blueprint(services),
         messages_blueprint(services),
         responses_blueprint(services),
+        files_blueprint(services, files),
+        batches_blueprint(services, batches, files),
         models_blueprint(services),
         tokenize_blueprint(services),
         health_blueprint(services),

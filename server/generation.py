@@ -5,6 +5,7 @@ Whatever happens to the request, `close` runs and leaves nothing at work in the 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from typing import Self
@@ -14,12 +15,13 @@ import flask
 from jaxserve.client import HungUpError
 from jaxserve.errors import EngineError
 from jaxserve.request import RequestOutput
-from jaxserve.routing.requests import Ask, make_generation_requests
+from jaxserve.routing.requests import MAX_PRIORITY, Ask, make_generation_requests
 from server import sse
 from server.answers import AnswerReader, join, read_answers
 from server.disconnect import ConnectionWatch
 from server.errors import error_body
 from server.services import Services
+from server.tenant import BACKGROUND_PRIORITY, is_background
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -37,6 +39,9 @@ class Generation:
 
     def __init__(self, services: Services, ask: Ask) -> None:
         client, info = services.engine()
+        if is_background():
+            later = min(ask.priority + BACKGROUND_PRIORITY, MAX_PRIORITY)
+            ask = dataclasses.replace(ask, priority=max(ask.priority, later))
         requests = make_generation_requests(ask, info)
         self.readers = [AnswerReader(services.tokenizer, request) for request in requests]
         self.n = ask.n

@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS batches (
 );
 CREATE INDEX IF NOT EXISTS batches_by_status ON batches (model, status, created);
 CREATE TABLE IF NOT EXISTS batch_lines (
-    batch TEXT NOT NULL, number INTEGER NOT NULL, failed INTEGER NOT NULL, answer BLOB NOT NULL,
+    batch TEXT NOT NULL, number INTEGER NOT NULL, outcome INTEGER NOT NULL, answer BLOB NOT NULL,
     PRIMARY KEY (batch, number)
 ) WITHOUT ROWID;
 """

@@ -20,6 +20,8 @@ from jaxserve.errors import USER_ERRORS
 from jaxserve.tokenizer.load import load_tokenizer
 from jaxserve.tokenizer.protocol import Tokenizer
 from server.app import create_app
+from server.batches.worker import EXTENSION as BATCHES
+from server.batches.worker import BatchWorker
 from server.children import USER_ERROR_EXIT
 from server.settings import FrontSettings
 
@@ -53,4 +55,7 @@ def build_app(
 
     gevent.spawn(report_ready)
     client.wait_heard(HEAR_SECONDS)
-    return create_app(client, tokenizer, template, settings.engine, settings.server)
+    app = create_app(client, tokenizer, template, settings.engine, settings.server)
+    batches: BatchWorker = app.extensions[BATCHES]
+    batches.start()
+    return app
