@@ -20,6 +20,7 @@ from jaxserve.config import DEFAULT_MODEL, EngineConfig, cache_folder
 from jaxserve.context.assemble import assemble_chat, assemble_completion
 from jaxserve.context.chat_template import ChatTemplate
 from jaxserve.engine.build import make_engine
+from jaxserve.engine.step_profile import StepProfile
 from jaxserve.errors import EngineError, RefusedError, RequestError, UsageError
 from jaxserve.request import (
     FinishReason,
@@ -137,6 +138,10 @@ class LLM:
         finally:
             for request_id in open_answers:
                 self._engine.abort(request_id)
+
+    def profile_steps(self) -> StepProfile:
+        """Measures every step of the engine from now on."""
+        return self._engine.profile_steps()
 
     def chat_prompt(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, ready for the answer."""

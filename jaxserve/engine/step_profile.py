@@ -104,6 +104,7 @@ class StepProfile(StepClock):
         self._in_flight: collections.deque[StepTimes] = collections.deque()
         self._building: StepTimes | None = None
         self._emitting: StepTimes | None = None
+        self._now = time.perf_counter
         self._mark = 0.0
         self._switch_seconds = sys.getswitchinterval()
         self._watched: queue.SimpleQueue[tuple[StepTimes, SampleResult] | None] = (
@@ -180,7 +181,7 @@ class StepProfile(StepClock):
             self._building = None
 
     def _passed(self) -> float:
-        before, self._mark = self._mark, time.perf_counter()
+        before, self._mark = self._mark, self._now()
         return self._mark - before
 
     def _watch(self) -> None:
