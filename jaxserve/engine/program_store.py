@@ -20,7 +20,7 @@ import pathlib
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,24 @@ logger = logging.getLogger("jaxserve.engine")
 
 #: Sets of programs that are kept; the one unused for longest goes when a new one is stored.
 MAX_SETS = 16
+#: What of jaxserve a program's instructions follow from, beside all of pallas_kernels. A change
+#: elsewhere (in the scheduler, say) leaves stored programs as they are; a test finds what is missing.
+PROGRAM_SOURCES = (
+    "config.py",
+    "request.py",
+    "engine/buckets.py",
+    "engine/build.py",
+    "engine/compiling.py",
+    "engine/device_state.py",
+    "engine/packing.py",
+    "engine/programs.py",
+    "engine/step_device.py",
+    "layers",
+    "models",
+    "parallel",
+    "quantization",
+    "sampling",
+)
 
 
 class ProgramStore:
@@ -50,7 +68,7 @@ class ProgramStore:
         self._used = jax.process_count() == 1 or devices[0].platform != "gpu"
         kinds = [(device.platform, device.device_kind, device.id) for device in devices]
         process = (jax.process_index(), jax.process_count())
-        parts = [_environment(), source_digest(), repr((kinds, process)), *map(repr, facts)]
+        parts = [_environment(), program_digest(), repr((kinds, process)), *map(repr, facts)]
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
         self._folder = folder / digest
 
@@ -110,13 +128,34 @@ class ProgramStore:
 
 
 def source_digest() -> str:
+    """SHA-256 over all source files of jaxserve and its kernels."""
+    return _digest((root, path) for root in _roots() for path in sorted(root.rglob("*.py")))
+
+
+def program_digest() -> str:
     """SHA-256 over the source files that programs are made from."""
-    digest = hashlib.sha256()
+    return _digest(program_sources())
+
+
+def program_sources() -> Iterator[tuple[pathlib.Path, pathlib.Path]]:
+    """Those files, in order, each with its package's folder."""
+    ours, kernels = _roots()
+    for root, name in ((kernels, "."), *((ours, name) for name in PROGRAM_SOURCES)):
+        place = root / name
+        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+            yield root, path
+
+
+def _roots() -> tuple[pathlib.Path, pathlib.Path]:
     assert pallas_kernels.__file__ is not None
-    for root in (pathlib.Path(__file__).parents[1], pathlib.Path(pallas_kernels.__file__).parent):
-        for path in sorted(root.rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode())
-            digest.update(path.read_bytes())
+    return pathlib.Path(__file__).parents[1], pathlib.Path(pallas_kernels.__file__).parent
+
+
+def _digest(files: Iterable[tuple[pathlib.Path, pathlib.Path]]) -> str:
+    digest = hashlib.sha256()
+    for root, path in files:
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

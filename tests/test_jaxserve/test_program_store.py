@@ -1,5 +1,7 @@
+import ast
 import logging
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -86,3 +88,33 @@ def test_the_sets_unused_for_longest_are_forgotten(tmp_path, monkeypatch):
         assert len(list(tmp_path.iterdir())) == min(number + 1, 2)
     assert get(tmp_path, ["c"], 3) == (2.0, 1)
     assert get(tmp_path, ["a"], 3) == (3.0, 0)
+
+
+def imported_files(module):
+    """The files of jaxserve that a module needs, itself included, found by reading imports."""
+    package = pathlib.Path(program_store.__file__).parents[1]
+    todo, found = [module], set()
+    while todo:
+        path = package.parent.joinpath(*todo.pop().split("."))
+        files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()]
+        if not files or files[0] in found or not files[0].is_relative_to(package):
+            continue
+        found.add(files[0])
+        for node in ast.walk(ast.parse(files[0].read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                todo += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return {str(file.relative_to(package)) for file in found}
+
+
+#: What the makers of programs import that decides nothing inside a program.
+BESIDE = {"__init__.py", "errors.py", "engine/__init__.py", "engine/memory.py"} | {
+    "engine/program_store.py"
+}
+
+
+def test_a_change_of_any_file_that_shapes_programs_makes_new_ones():
+    known = {str(path.relative_to(root)) for root, path in program_store.program_sources()}
+    needed = imported_files("jaxserve.engine.compiling") | imported_files("jaxserve.models.decoder")
+    assert {"engine/programs.py", "models/decoder.py", "sampling/sampler.py"} <= needed
+    assert needed - BESIDE <= known
+    assert "engine/scheduler.py" not in known  # most changes leave programs as they are
