@@ -1,73 +1,77 @@
 """Chooses what the next step computes (step 4 of the walk). Touches no array.
 
-Decoding sequences come first, then prefills that were begun, then new admissions, all within the
-step's token budget; so a long prompt is read in chunks beside running answers. When pages run out
-the sequence that would be served last is preempted: it loses its pages and is computed again later.
+Decoding sequences come first, then prompts: those that were begun and those that are admitted now.
+How many tokens of which prompt, `chunking.py` says; who may be admitted, `waiting.py`. When pages
+run out the sequence that would be served last is preempted: it loses its pages and is computed again
+later.
 """
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import time
 
+from jaxserve.engine.chunking import ChunkPolicy, PromptPart
 from jaxserve.engine.sequence import Sequence, SequenceStatus
+from jaxserve.engine.step_costs import StepCosts
 from jaxserve.engine.step_plan import ScheduledRow, StepPlan
+from jaxserve.engine.waiting import Candidate, WaitingQueue
 from jaxserve.kv.page_pool import PagePool
 
 
 class Scheduler:
-    """Owns the queue, the running batch, its slots and the page pool."""
+    """Owns the queue, the running batch (in order of rank), its slots and the page pool.
+
+    chunks: how long steps may be; None for steps as large as they can be.
+    """
 
     def __init__(
-        self, pool: PagePool, *, max_num_seqs: int, max_step_tokens: int, prefix_caching: bool
+        self,
+        pool: PagePool,
+        *,
+        max_num_seqs: int,
+        max_step_tokens: int,
+        prefix_caching: bool,
+        chunks: ChunkPolicy | None = None,
     ) -> None:
         self.pool = pool
         self.running: list[Sequence] = []
+        self.chunks = chunks or ChunkPolicy(
+            StepCosts((max_step_tokens,)), max_step_tokens=max_step_tokens, objective=None
+        )
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
         self._max_step_tokens = max_step_tokens
         self._prefix_caching = prefix_caching
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._queue: list[tuple[tuple[int, int], Sequence]] = []
-        self._num_waiting = 0
-        self._num_waiting_tokens = 0
+        self._queue = WaitingQueue()
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return len(self._queue)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens that the waiting sequences have to compute."""
-        return self._num_waiting_tokens
+        return self._queue.num_tokens
 
     @property
     def has_work(self) -> bool:
-        return bool(self._num_waiting or self.running)
+        return bool(self.running or len(self._queue))
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence; it must fit the pool (the engine checked)."""
         sequence.status = SequenceStatus.WAITING
-        sequence.num_queued_tokens = len(sequence.tokens)
-        self._num_waiting += 1
-        self._num_waiting_tokens += sequence.num_queued_tokens
-        heapq.heappush(self._queue, (sequence.rank, sequence))
+        self._queue.add(sequence)
 
     def schedule(self) -> StepPlan:
         """The next step. Afterwards each row's tokens count as computed and may be shared."""
         plan = StepPlan()
-        budget = self._max_step_tokens
-        for sequence in sorted(self.running, key=lambda s: (not s.is_decoding, s.rank)):
-            count = min(sequence.num_uncomputed, budget)
-            if count == 0 or sequence.status is not SequenceStatus.RUNNING:
-                continue
-            budget += self._make_room(sequence, count, plan)
-            if sequence.status is SequenceStatus.RUNNING:
-                self._plan_row(plan, sequence, count)
-                budget -= count
-        if not plan.preempted:
-            self._admit(plan, budget)
+        begun = self._plan_answers(plan)
+        candidates = [] if plan.preempted else self._candidates(begun)
+        if begun or candidates:
+            self._plan_prompts(plan, begun, candidates)
         for row in plan.rows:
             self._commit(row)
         return plan
@@ -75,7 +79,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is, and frees what it holds."""
         if sequence.status is SequenceStatus.WAITING:
-            self._leave_queue(sequence)  # its heap entry is skipped when it comes up
+            self._queue.remove(sequence)
         elif sequence.status is SequenceStatus.RUNNING:
             self._insert_full_pages(sequence)
             self._release(sequence)
@@ -86,10 +90,58 @@ class Scheduler:
         self.pool.check_integrity(sequence.pages for sequence in self.running)
         slots = [sequence.slot for sequence in self.running] + self._free_slots
         assert len(slots) == len(set(slots)), "two sequences share a slot"
-        waiting = {id(s) for _, s in self._queue if s.status is SequenceStatus.WAITING}
-        assert len(waiting) == self._num_waiting, "the queue's count is off"
-        if not waiting:
-            assert self._num_waiting_tokens == 0, "the queue's tokens are off"
+        assert all(sequence.status is SequenceStatus.WAITING for sequence in self._queue)
+        waiting = sum(sequence.num_queued_tokens for sequence in self._queue)
+        assert waiting == self._queue.num_tokens, "the queue's tokens are off"
+
+    def _plan_answers(self, plan: StepPlan) -> list[Sequence]:
+        """Rows for the decoding sequences; returns those whose prompts are not computed yet."""
+        budget = self._max_step_tokens
+        begun = []
+        for sequence in tuple(self.running):
+            count = sequence.num_uncomputed
+            if count == 0 or sequence.status is not SequenceStatus.RUNNING:
+                continue
+            if not sequence.is_decoding:
+                begun.append(sequence)
+            elif budget > 0:
+                count = min(count, budget)
+                budget += self._make_room(sequence, count, plan)
+                if sequence.status is SequenceStatus.RUNNING:
+                    self._plan_row(plan, sequence, count)
+                    budget -= count
+        return [sequence for sequence in begun if sequence.status is SequenceStatus.RUNNING]
+
+    def _candidates(self, begun: list[Sequence]) -> list[Candidate]:
+        if not self._free_slots or not len(self._queue):
+            return []
+        if not self._prefix_caching:
+            return self._queue.candidates(len(self._free_slots))
+        return self._queue.sharing_candidates(len(self._free_slots), self.pool, begun)
+
+    def _plan_prompts(
+        self, plan: StepPlan, begun: list[Sequence], candidates: list[Candidate]
+    ) -> None:
+        """Rows for prompts; admits the candidates that get any tokens and pages."""
+        prompts = [(sequence, sequence.num_computed_tokens) for sequence in begun]
+        prompts += [(candidate.sequence, candidate.cached) for candidate in candidates]
+        prompts.sort(key=lambda prompt: prompt[0].request.priority)
+        parts = [
+            PromptPart(start, sequence.num_tokens - start, sequence.request.priority)
+            for sequence, start in prompts
+        ]
+        counts = self.chunks.choose(parts, plan.num_tokens, plan.num_pairs)
+        for (sequence, _), count in zip(prompts, counts, strict=True):
+            if (
+                count
+                and sequence.status is SequenceStatus.WAITING
+                and not self._admit(sequence, plan)
+            ):
+                break  # nor any after it
+            if count:
+                self._plan_row(plan, sequence, min(count, sequence.num_uncomputed))
+        if plan.admitted:
+            self._queue.count_overtaken(plan.admitted)
 
     def _plan_row(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
         start = sequence.num_computed_tokens
@@ -120,7 +172,7 @@ class Scheduler:
             if pages is not None:
                 sequence.pages.extend(pages)
                 return taken_back
-            victim = max(self.running, key=lambda s: s.rank)
+            victim = self.running[-1]
             taken_back += self._preempt(victim, plan)
             if victim is sequence:
                 return taken_back
@@ -145,34 +197,18 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        while budget > 0 and self._free_slots:
-            sequence = self._next_waiting()
-            if sequence is None or not self._take_pages(sequence):
-                return
-            heapq.heappop(self._queue)
-            self._leave_queue(sequence)
-            sequence.status = SequenceStatus.RUNNING
-            sequence.slot = self._free_slots.pop()
-            if not sequence.times.scheduled:
-                sequence.times.scheduled = time.monotonic()
-            self.running.append(sequence)
-            plan.admitted.append(sequence)
-            count = min(sequence.num_uncomputed, budget)
-            self._plan_row(plan, sequence, count)
-            budget -= count
-
-    def _next_waiting(self) -> Sequence | None:
-        while self._queue:
-            sequence = self._queue[0][1]
-            if sequence.status is SequenceStatus.WAITING:
-                return sequence
-            heapq.heappop(self._queue)
-        return None
-
-    def _leave_queue(self, sequence: Sequence) -> None:
-        self._num_waiting -= 1
-        self._num_waiting_tokens -= sequence.num_queued_tokens
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Takes a slot and pages for a waiting sequence; False if there are too few pages."""
+        if not self._take_pages(sequence):
+            return False
+        self._queue.remove(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        sequence.slot = self._free_slots.pop()
+        if not sequence.times.scheduled:
+            sequence.times.scheduled = time.monotonic()
+        bisect.insort(self.running, sequence, key=_rank)
+        plan.admitted.append(sequence)
+        return True
 
     def _take_pages(self, sequence: Sequence) -> bool:
         """Pages for all known tokens, the longest cached prefix shared; False if there are too few.
@@ -182,8 +218,7 @@ class Scheduler:
         known = len(sequence.tokens)
         shared: list[int] = []
         if self._prefix_caching:
-            hashes = sequence.full_page_hashes(self.pool.page_size, known - 1)
-            shared = self.pool.match(hashes)
+            shared = self.pool.match(sequence.page_hashes(self.pool.page_size, known - 1))
         self.pool.share(shared)
         fresh = self.pool.allocate(self._pages_for(known) - len(shared))
         if fresh is None:
@@ -206,10 +241,15 @@ class Scheduler:
         count = known // self.pool.page_size
         if count <= sequence.num_inserted_pages:
             return
-        hashes = sequence.full_page_hashes(self.pool.page_size, known)
         for index in range(sequence.num_inserted_pages, count):
-            self.pool.insert(sequence.pages[index], hashes[index])
+            key = sequence.next_page_hash(self.pool.page_size, index * self.pool.page_size)
+            assert key is not None
+            self.pool.insert(sequence.pages[index], key)
         sequence.num_inserted_pages = count
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.page_size)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

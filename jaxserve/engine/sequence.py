@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
+from collections.abc import Iterator
 
 from jaxserve.kv import hashing
 from jaxserve.request import FinishReason, GenerationRequest
@@ -33,7 +34,9 @@ class Sequence:
 
     tokens: prompt and the answer as far as the host knows it. num_pending: tokens that the device
     has sampled and the host has not read (0 or 1). num_computed_tokens: tokens whose KV is written,
-    or will be by a step already dispatched. num_queued_tokens: what it counted for when it was queued. slot: its row of the device's sampling state.
+    or will be by a step already dispatched. num_queued_tokens: what it counted for when it was
+    queued. num_overtaken: later ones that were admitted while it waited. slot: its row of the
+    device's sampling state.
     """
 
     request: GenerationRequest
@@ -50,6 +53,7 @@ class Sequence:
     num_inserted_pages: int = 0
     num_preemptions: int = 0
     num_queued_tokens: int = 0
+    num_overtaken: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -98,13 +102,26 @@ class Sequence:
         """Order of service: smaller priority first, then order of arrival."""
         return self.request.priority, self.order
 
-    def full_page_hashes(self, page_size: int, num_tokens: int) -> list[bytes]:
-        """Hashes of the pages that the first `num_tokens` known tokens fill completely."""
-        count = num_tokens // page_size
-        while len(self.hashes) < count:
-            start = len(self.hashes) * page_size
-            parent = (
-                self.hashes[-1] if self.hashes else hashing.chain_start(self.request.cache_salt)
-            )
-            self.hashes.append(hashing.page_hash(parent, self.tokens[start : start + page_size]))
-        return self.hashes[:count]
+    def page_hashes(self, page_size: int, num_tokens: int) -> Iterator[bytes]:
+        """Hashes of the pages that the first `num_tokens` known tokens fill completely.
+
+        Each is computed when it is first asked for: 4,000 tokens at once would hold up a step.
+        """
+        for index in range(num_tokens // page_size):
+            if index == len(self.hashes):
+                self._hash_next_page(page_size)
+            yield self.hashes[index]
+
+    def next_page_hash(self, page_size: int, num_computed: int) -> bytes | None:
+        """Of the page that comes after `num_computed` tokens; None while its tokens are unknown."""
+        index = num_computed // page_size
+        if (index + 1) * page_size > len(self.tokens):
+            return None
+        while len(self.hashes) <= index:
+            self._hash_next_page(page_size)
+        return self.hashes[index]
+
+    def _hash_next_page(self, page_size: int) -> None:
+        start = len(self.hashes) * page_size
+        parent = self.hashes[-1] if self.hashes else hashing.chain_start(self.request.cache_salt)
+        self.hashes.append(hashing.page_hash(parent, self.tokens[start : start + page_size]))

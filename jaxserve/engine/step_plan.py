@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxserve.engine.chunking import query_key_pairs
 from jaxserve.engine.sequence import Sequence
 
 
@@ -36,3 +37,8 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.count for row in self.rows)
+
+    @property
+    def num_pairs(self) -> float:
+        """Query-key pairs of the step's attention."""
+        return sum(query_key_pairs(row.start, row.count) for row in self.rows)

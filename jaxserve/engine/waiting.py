@@ -1,0 +1,112 @@
+"""What waits for a slot, and who of it may be admitted next (step 4). Takes nothing itself.
+
+The order is that of rank. Of the first few, those go ahead whose prompt is mostly in the prefix
+cache: they cost little, and their pages may be gone later. One whose next page is being computed for
+another prompt waits for that page instead of computing it as well. Both are bounded: who has been
+overtaken often enough is next.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+
+from jaxserve.engine.sequence import Sequence
+from jaxserve.kv.page_pool import PagePool
+
+#: How many of the waiting are looked at in one step.
+_WINDOW = 16
+#: So many admissions of later ones, and no more, pass a waiting sequence (those of one step aside).
+MAX_OVERTAKEN = 16
+#: The share of a prompt that must be cached to go ahead.
+_MOSTLY = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A waiting sequence and the tokens of it that the prefix cache has now."""
+
+    sequence: Sequence
+    cached: int
+
+    @property
+    def rank(self) -> tuple[int, bool, bool, int]:
+        """Order of admission."""
+        sequence = self.sequence
+        mostly = self.cached >= _MOSTLY * len(sequence.tokens)
+        priority, order = sequence.rank
+        return priority, not _is_due(sequence), not mostly, order
+
+
+class WaitingQueue:
+    """Sequences in order of rank. num_tokens: what they counted for when they came."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[tuple[int, int], Sequence]] = []
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for _, sequence in self._entries)
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a sequence in its place."""
+        sequence.num_queued_tokens = len(sequence.tokens)
+        self.num_tokens += sequence.num_queued_tokens
+        bisect.insort(self._entries, (sequence.rank, sequence))  # no two ranks are equal
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes out a sequence that is in the queue."""
+        index = bisect.bisect_left(self._entries, sequence.rank, key=lambda entry: entry[0])
+        assert self._entries[index][1] is sequence
+        del self._entries[index]
+        self.num_tokens -= sequence.num_queued_tokens
+
+    def candidates(self, count: int) -> list[Candidate]:
+        """The first `count` where prefixes are not kept."""
+        return [Candidate(sequence, 0) for sequence in itertools.islice(self, count)]
+
+    def sharing_candidates(
+        self, count: int, pool: PagePool, begun: Iterable[Sequence]
+    ) -> list[Candidate]:
+        """At most `count`, in the order in which they should be admitted.
+
+        begun: those whose prompts are being computed, for whose pages others wait.
+        """
+        size = pool.page_size
+        coming = {sequence.next_page_hash(size, sequence.num_computed_tokens) for sequence in begun}
+        found = []
+        for sequence in itertools.islice(self, max(count, _WINDOW)):
+            cached = size * len(pool.match(sequence.page_hashes(size, len(sequence.tokens) - 1)))
+            found.append(Candidate(sequence, cached))
+        chosen: list[Candidate] = []
+        for candidate in sorted(found, key=lambda each: each.rank):
+            sequence = candidate.sequence
+            key = sequence.next_page_hash(size, candidate.cached)
+            helps = candidate.cached + size < len(sequence.tokens)
+            if len(chosen) == count:
+                break
+            if key is not None and helps and key in coming and not _is_due(sequence):
+                continue
+            coming.add(key)
+            chosen.append(candidate)
+            if _is_due(sequence):
+                break  # nobody else before it
+        return chosen
+
+    def count_overtaken(self, admitted: Iterable[Sequence]) -> None:
+        """Those that were in the queue before an admitted one have been overtaken."""
+        ranks = sorted(sequence.rank for sequence in admitted)
+        for rank, sequence in self._entries:
+            later = len(ranks) - bisect.bisect(ranks, rank)
+            if not later:
+                return
+            sequence.num_overtaken += later
+
+
+def _is_due(sequence: Sequence) -> bool:
+    return sequence.num_overtaken >= MAX_OVERTAKEN
