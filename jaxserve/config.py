@@ -98,6 +98,8 @@ class EngineConfig:
     max_model_len: prompt + answer, None for the model's own limit (at most `DEFAULT_MAX_LEN`).
     kv_memory_bytes: size of the page pool, None for a share of what is free. num_pages overrides it.
     max_queue_len and max_queued_tokens bound what waits; beyond them requests are refused.
+    itl_target_ms: what the time between two tokens of an answer should stay below while prompts
+    are computed beside it; 0 for steps as large as they can be.
     """
 
     model: str = DEFAULT_MODEL
@@ -116,6 +118,7 @@ class EngineConfig:
     async_scheduling: bool = True
     max_queue_len: int = 2048
     max_queued_tokens: int = 2_000_000
+    itl_target_ms: float = 100.0
     random_weights: bool = False
     kernels: str = "auto"
 
@@ -148,6 +151,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 2:
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 2")
+        if not 0 <= self.itl_target_ms < math.inf:
+            raise UsageError(f"--itl-target-ms is {self.itl_target_ms}; it must be at least 0")
         if self.dtype not in DTYPES:
             raise UsageError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:

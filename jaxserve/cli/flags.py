@@ -46,6 +46,8 @@ ENGINE_HELP: Mapping[str, str] = {
     "async_scheduling": "start a step before the last one's tokens have been read",
     "max_queue_len": "requests that may wait; more are refused",
     "max_queued_tokens": "prompt tokens that may wait; more are refused",
+    "itl_target_ms": "milliseconds between two tokens of an answer that prompts computed beside it "
+    "should keep to, by shorter chunks; 0 for chunks as long as a step allows",
     "random_weights": "make weights up instead of reading them, to measure speed",
     "kernels": "auto for the fastest implementations that work here, reference for plain jnp",
 }

@@ -29,6 +29,7 @@ from jaxserve.config import (
     cache_folder,
 )
 from jaxserve.engine.buckets import Bucket, make_buckets
+from jaxserve.engine.chunking import ChunkPolicy
 from jaxserve.engine.compilation import CompilationLog
 from jaxserve.engine.compiling import ProgramMaker
 from jaxserve.engine.device_state import LoadedModel, device_state_maker
@@ -48,6 +49,7 @@ from jaxserve.engine.quantize_choice import choose_quantization, describe
 from jaxserve.engine.report import EngineReport, log_report
 from jaxserve.engine.runner import DeviceRunner, RunnerShape
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.step_costs import StepCosts
 from jaxserve.engine.step_device import Device, StepDevice
 from jaxserve.errors import UsageError
 from jaxserve.kv.page_pool import PagePool
@@ -163,6 +165,11 @@ def _put_together(config: EngineConfig, runner: DeviceRunner, report: EngineRepo
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_num_batched_tokens,
         prefix_caching=config.prefix_caching,
+        chunks=ChunkPolicy(
+            StepCosts([bucket.tokens for bucket in report.buckets]),
+            max_step_tokens=config.max_num_batched_tokens,
+            objective=config.itl_target_ms / 1000 if config.itl_target_ms else None,
+        ),
     )
     limits = AdmissionLimits(
         max_model_len=report.max_model_len,

@@ -51,7 +51,7 @@ class ChunkPolicy:
         room = self._max_step_tokens - answer_tokens
         if not prompts or room <= 0:
             return [0] * len(prompts)
-        if answer_tokens == 0 or self._objective is None or not self.costs.known:
+        if answer_tokens == 0 or self._objective is None or not self.costs.measured:
             return share_out(room, prompts)
         return self._fit(prompts, answer_tokens, answer_pairs, self._objective)
 
@@ -59,8 +59,10 @@ class ChunkPolicy:
         self, prompts: Sequence[PromptPart], answer_tokens: int, answer_pairs: float, goal: float
     ) -> list[int]:
         costs = self.costs
-        alone = costs.predict(self._bucket(answer_tokens), answer_pairs)
-        limit = max(goal * _AIM, alone * (1 + _LEAST_SHARE))
+        limit = goal * _AIM
+        alone = self._bucket(answer_tokens)
+        if alone in costs.measured:
+            limit = max(limit, costs.predict(alone, answer_pairs) * (1 + _LEAST_SHARE))
         wanted = answer_tokens + sum(prompt.remaining for prompt in prompts)
         least = self._bucket(answer_tokens + min(_LEAST_TOKENS, wanted - answer_tokens))
         most = self._bucket(wanted)

@@ -82,6 +82,8 @@ class _InFlight:
     plan: StepPlan
     handle: Any
     dispatched: float
+    #: When the device could begin with it: the end of the step before, if there was one.
+    begun: float
 
 
 class Engine:
@@ -154,8 +156,11 @@ class Engine:
         previous, self._in_flight = self._in_flight, None
         try:
             if plan.rows:
+                begun = time.monotonic()
                 handle = self._runner.dispatch(plan)
-                self._in_flight = _InFlight(plan=plan, handle=handle, dispatched=time.monotonic())
+                self._in_flight = _InFlight(
+                    plan=plan, handle=handle, dispatched=time.monotonic(), begun=begun
+                )
             self._count(plan)
             outputs = self._collect(previous) if previous is not None else []
             if not self._asynchronous and self._in_flight is not None:
@@ -224,7 +229,7 @@ class Engine:
         self._clock.reading()
         sampled = self._runner.read(step.handle)
         self._clock.read()
-        self.metrics.step_time.observe(time.monotonic() - step.dispatched)
+        self._time(step)
         outputs = []
         for row, result in zip(step.plan.rows, sampled, strict=True):
             if row.samples:
@@ -232,6 +237,15 @@ class Engine:
                 if row.sequence.status is not SequenceStatus.FINISHED:
                     outputs.append(self._accept(row, result))
         return outputs
+
+    def _time(self, step: _InFlight) -> None:
+        """A step has just been read."""
+        now = time.monotonic()
+        self.metrics.step_time.observe(now - step.dispatched)
+        if self._in_flight is not None:
+            self._in_flight.begun = now
+        size = self._runner.bucket_tokens(step.plan)
+        self.scheduler.chunks.costs.observe(size, step.plan.num_pairs, now - step.begun)
 
     def _accept(self, row: ScheduledRow, result: SampledRow) -> TokenOutput:
         sequence = row.sequence

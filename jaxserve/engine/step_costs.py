@@ -8,7 +8,7 @@ chunks of long prompts show it. A bucket that has not run yet is estimated from 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 #: Weight of a new step in its bucket's means, once there are more than 1 / this.
 _RATE = 0.15
@@ -48,9 +48,9 @@ class StepCosts:
         self._bases: dict[int, float] = {}
 
     @property
-    def known(self) -> bool:
-        """Whether any step has been measured."""
-        return bool(self._means)
+    def measured(self) -> Set[int]:
+        """Sizes of which a step has been measured."""
+        return self._means.keys()
 
     def observe(self, size: int, pairs: float, seconds: float) -> None:
         """A step of the bucket of `size` tokens took so long on the device."""

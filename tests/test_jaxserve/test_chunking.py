@@ -99,6 +99,13 @@ def test_where_answers_alone_break_the_objective_prompts_still_get_on():
     assert count == 136  # the least for a prompt, 16, rounded up to the bucket of 256
 
 
+def test_large_steps_alone_tell_nothing_of_small_ones_so_the_least_is_tried():
+    policy = make_policy(learned(sizes=(512,)), 0.2)
+    assert policy.choose([PromptPart(0, 4000)], 4, 400) == [28]
+    policy.costs.observe(32, 800, seconds(32, 800))
+    assert policy.choose([PromptPart(0, 4000)], 4, 400) == [124]
+
+
 def test_answers_that_fill_a_step_leave_nothing():
     assert make_policy(learned()).choose([PromptPart(0, 10)], 512, 0) == [0]
 
