@@ -33,6 +33,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.buckets import Bucket
 from jaxserve.engine.compiling import ProgramMaker
 from jaxserve.engine.device_state import LoadedModel, device_state_maker
+from jaxserve.engine.product_choice import choose_float_products
 from jaxserve.engine.programs import StepShape, forward_layout
 from jaxserve.models.loading import load_model
 from jaxserve.parallel.mesh import make_mesh
@@ -46,9 +47,10 @@ PRODUCTS = {"XLA's products": "reference", "float_matmul": "cpu"}
 
 
 def load(path: pathlib.Path, config: EngineConfig) -> LoadedModel:
-    """The model in float32, with the attention that `dispatch` chooses."""
+    """The model in float32, with the attention and the products that `dispatch` chooses."""
     mesh = make_mesh(1)
     model, decoder = load_model(open_checkpoint(path), mesh, dtype=jnp.float32)
+    choose_float_products(decoder, mesh, np.dtype("float32"), dispatch.AUTO)
     graphdef, state = nnx.split(decoder)
     weights, treedef = jax.tree.flatten(state)
     choice = dispatch.choose(
