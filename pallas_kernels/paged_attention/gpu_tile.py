@@ -141,8 +141,11 @@ def fold(
         shrink = exp(sums.top - top)
         total = sums.total * shrink + jnp.sum(weights, axis=1)
         if v_scale is not None:
-            weights = weights * v_scale[None, :]
+            weights = jnp.where(seen, weights * v_scale[None, :], 0.0)
+        value, broken = _without_broken(value)
         change = dot(weights.astype(value.dtype), value, transposed=False)
+        sees_broken = jnp.max(jnp.where(seen, broken[None, :], 0.0), axis=1) > 0
+        change = jnp.where(sees_broken[:, None], jnp.nan, change)
         return Sums(sums.values * shrink[:, None] + change, top, total)
 
     blocks = lax.div(jnp.maximum(end - begin, 0) + (block - 1), jnp.int32(block))
@@ -186,6 +189,16 @@ def _load_block(
         for leaf in (keys.k_scale, keys.v_scale)
     )
     return key, value, k_scale, v_scale
+
+
+def _without_broken(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Values [block_tokens, lanes] with 0 for NaN and infinity, and 1 where a token has any.
+
+    A product with weight 0 would carry them to rows that do not see the token.
+    """
+    sound = jnp.abs(value.astype(jnp.float32)) < jnp.inf
+    broken = jnp.max(jnp.where(sound, 0.0, 1.0), axis=1)
+    return jnp.where(sound, value, jnp.zeros((), value.dtype)), broken
 
 
 def exp(x: jax.Array) -> jax.Array:

@@ -1,7 +1,9 @@
 """Rounding of weights and activations, in plain jnp, float32 (step 6).
 
 Defines every number that a quantised product starts from. Rounding is to the nearest, ties to
-even. Must not know any implementation.
+even. Where a constant divides, its reciprocal multiplies: XLA makes that of it anyway, but not
+where an array has a single element, which would then differ in its last bit. Must not know any
+implementation.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ NIBBLE_LARGEST = 15.0
 def quantize(weight: ArrayLike, scheme: Scheme) -> QuantizedWeight:
     """A float weight [N, K] in a scheme's natural layout.
 
-    int8 and fp8: scale = max |w| / 127 (448) over the group. int4: the number of largest
+    int8 and fp8: scale = max |w| * (1 / 127) (1 / 448) over the group. int4: the number of largest
     magnitude becomes -8; with zero points the range from the smallest to the largest, stretched
     to hold 0, becomes 0 to 15. Scales and zero points are rounded to the scheme's scale_dtype
     first, and values chosen for the rounded ones. A group of zeros has scale 0.
@@ -83,7 +85,7 @@ def whole_values(values: jax.Array, scheme: Scheme) -> jax.Array:
 def round_integers(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
     """Values of "int8" or "int16" and float32 scales of x [..., g], one scale per last axis [...].
 
-        largest = max |x|;  values = round(x * (top / largest));  scale = largest / top
+        largest = max |x|;  values = round(x * (top / largest));  scale = largest * (1 / top)
 
     with top 127 or 32767. Below SMALLEST both are 0. Where x holds NaN or infinity the scale is
     NaN.
@@ -107,7 +109,12 @@ def _scaled(x: jax.Array, top: float) -> tuple[jax.Array, jax.Array]:
     used = sound & (largest >= SMALLEST)
     inverse = jnp.where(used, top / jnp.where(used, largest, 1.0), 0.0)
     values = jnp.where(sound[..., None], x, 0.0) * inverse[..., None]
-    return values, jnp.where(used, largest / top, jnp.where(sound, 0.0, jnp.nan))
+    return values, jnp.where(used, largest * _reciprocal(top), jnp.where(sound, 0.0, jnp.nan))
+
+
+def _reciprocal(number: float) -> np.float32:
+    """1 / number, rounded to float32."""
+    return np.float32(1) / np.float32(number)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -118,14 +125,14 @@ def _quantize(weight: jax.Array, scheme: Scheme) -> tuple[QuantizedWeight, jax.A
     zeros = None
     if scheme.values != "int4":
         top = np.float32(LARGEST[scheme.values])
-        scales = (jnp.max(jnp.abs(groups), -1) / top).astype(dtype)
+        scales = (jnp.max(jnp.abs(groups), -1) * _reciprocal(top)).astype(dtype)
         values = jnp.clip(groups * _inverse(scales), -top, top)
         if scheme.values == "int8":
             values = jnp.round(values)
     elif scheme.zeros:
         low = jnp.minimum(groups.min(-1), 0.0)
         high = jnp.maximum(groups.max(-1), 0.0)
-        scales = ((high - low) / NIBBLE_LARGEST).astype(dtype)
+        scales = ((high - low) * _reciprocal(NIBBLE_LARGEST)).astype(dtype)
         inverse = _inverse(scales)
         zeros = (-low * inverse[..., 0]).astype(dtype)
         values = groups * inverse + zeros.astype(jnp.float32)[..., None]
