@@ -30,7 +30,7 @@ def compiler_environment(where: Slice) -> dict[str, str]:
     """
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     target = tpu_targets if where.chip.platform == "tpu" else gpu_targets
-    extra = "tpu" if where.chip.platform == "tpu" else "cuda12"
+    extra = "tpu" if where.chip.platform == "tpu" else "gpu-compile"
     if not target.is_installed():
         raise ResourceError(
             f"compiling for {where} needs {'libtpu' if extra == 'tpu' else 'the CUDA plugin of jax'}"

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+INSTALL = "pip install '.[gpu-compile,test]' compiles for GPUs anywhere"
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -56,7 +57,7 @@ class Compiler:
         from pallas_kernels import gpu_targets
 
         if not gpu_targets.is_installed():
-            pytest.skip(f"jax's CUDA plugin is not installed: {gpu_targets.PIP_COMMAND}")
+            pytest.skip(f"jax's CUDA plugin is not installed: {INSTALL}")
         environment = dict(os.environ) | {"PYTHONPATH": str(REPOSITORY)}
         gpu_targets.prepare_environment(environment)
         if ptxas() is not None:

@@ -50,9 +50,9 @@ def compilers() -> Iterator[dict[str, Compiler]]:
     """Child processes, one per kind of GPU, that tests start when they need them."""
     for package in ("triton", "jax_triton"):
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install triton jax-triton")
+            pytest.skip(f"{package} is not installed: {compile_gpu.INSTALL}")
     if compile_gpu.ptxas() is None:
-        pytest.skip("ptxas is not installed: pip install --no-deps nvidia-cuda-nvcc-cu12")
+        pytest.skip(f"ptxas is not installed: {compile_gpu.INSTALL}")
     started: dict[str, Compiler] = {}
     yield started
     for compiler in started.values():
