@@ -3,8 +3,11 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.engine.chunking import ChunkPolicy
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.step_costs import StepCosts
+from jaxserve.engine.waiting import MAX_OVERTAKEN
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.request import GenerationRequest, SamplingParams
 
@@ -16,13 +19,22 @@ def make_sequence(order, prompt, max_tokens, priority=0):
     return Sequence.from_request(request, max_tokens=max_tokens, order=order)
 
 
-def make_scheduler(num_pages=32, page_size=4, slots=4, tokens=16, prefix_caching=True):
+def make_scheduler(num_pages=32, page_size=4, slots=4, tokens=16, prefix_caching=True, chunks=None):
     return Scheduler(
         PagePool(num_pages, page_size),
         max_num_seqs=slots,
         max_step_tokens=tokens,
         prefix_caching=prefix_caching,
+        chunks=chunks,
     )
+
+
+def make_chunks(tokens, objective):
+    """Steps take 10 ms and 1 ms per token; the bucket that is too large has never run."""
+    costs = StepCosts([*range(1, tokens + 1), tokens + 7])
+    for size in range(1, tokens + 1):
+        costs.observe(size, 0, 0.01 + 0.001 * size)
+    return ChunkPolicy(costs, max_step_tokens=tokens, objective=objective)
 
 
 def read(scheduler, plan):
@@ -138,6 +150,49 @@ def test_a_waiting_sequence_can_be_taken_out():
     assert scheduler.num_waiting_tokens == 0
 
 
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one():
+    scheduler = make_scheduler(num_pages=300, tokens=16)
+    long, short = make_sequence(0, list(range(400)), 2), make_sequence(1, [7] * 12, 2)
+    scheduler.add(long)
+    scheduler.schedule()
+    scheduler.add(short)
+    assert counts(scheduler.schedule()) == [(0, 16, 8), (1, 0, 8)]
+    assert counts(scheduler.schedule()) == [(0, 24, 12), (1, 8, 4)]
+
+
+def test_prompts_that_begin_alike_compute_their_prefix_once_even_if_they_come_at_once():
+    scheduler = make_scheduler(num_pages=100, slots=8, tokens=8)
+    prefix = list(range(24))
+    sequences = [make_sequence(order, [*prefix, 50 + order, 60], 2) for order in range(6)]
+    plans = run(scheduler, sequences)
+    assert [sequence.num_cached_tokens for sequence in sequences] == [0] + 5 * [24]
+    prompt_tokens = sum(plan.num_tokens for plan in plans) - len(sequences)  # one decode each
+    assert prompt_tokens == 24 + 6 * 2
+
+
+def test_who_waits_for_anothers_pages_computes_them_when_that_one_is_gone():
+    scheduler = make_scheduler(tokens=8)
+    prompt = list(range(24))
+    first, second = make_sequence(0, prompt, 1), make_sequence(1, prompt, 1)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert counts(scheduler.schedule()) == [(0, 0, 8)]
+    scheduler.finish(first)
+    assert counts(scheduler.schedule()) == [(1, 8, 8)]
+
+
+def test_cached_prompts_go_ahead_but_pass_a_waiting_one_only_so_often():
+    scheduler = make_scheduler(num_pages=200, slots=1, tokens=64)
+    prefix = list(range(16))
+    run(scheduler, [make_sequence(0, [*prefix, 99], 1)])
+    fresh = make_sequence(1, [70] * 17, 1)
+    warm = [make_sequence(order, [*prefix, order], 1) for order in range(2, 40)]
+    plans = run(scheduler, [fresh, *warm])
+    order = [row.sequence.order for plan in plans for row in plan.rows if row.samples]
+    assert order.index(1) == MAX_OVERTAKEN
+    assert order[:3] == [2, 3, 4]
+
+
 request = st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2), st.integers(0, 3))
 
 
@@ -149,11 +204,18 @@ request = st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2), s
     st.integers(1, 20),
     st.booleans(),
     st.integers(0, 1),
+    st.sampled_from([None, 0.001, 0.015, 0.02]),
 )
 def test_any_mixture_ends_with_all_tokens_and_all_pages_free(
-    requests, pages, slots, tokens, caching, lag
+    requests, pages, slots, tokens, caching, lag, objective
 ):
-    scheduler = make_scheduler(num_pages=pages, slots=slots, tokens=tokens, prefix_caching=caching)
+    scheduler = make_scheduler(
+        num_pages=pages,
+        slots=slots,
+        tokens=tokens,
+        prefix_caching=caching,
+        chunks=make_chunks(tokens, objective),
+    )
     sequences = [
         make_sequence(order, [kind] * length, answer, priority)
         for order, (length, answer, priority, kind) in enumerate(requests)
