@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from checkpoints.open import open_checkpoint
 from checkpoints.resolve import resolve_model
@@ -59,7 +60,9 @@ from jaxserve.models.registry import read_model_config
 from jaxserve.parallel.mesh import make_mesh
 from jaxserve.sampling.limits import SamplingLimits
 from pallas_kernels import dispatch
+from jaxserve.models.weight_store import WeightStore
 from pallas_kernels.errors import KernelError
+from jaxserve.quantization.weights import Quantization
 from pallas_kernels.float_matmul import cpu as float_cpu
 from pallas_kernels.paged_attention import cpu
 from pallas_kernels.paged_attention.api import paged_attention
@@ -195,7 +198,13 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
             model_config, mesh, dtype=dtype, seed=0, quantization=quantization
         )
     else:
-        model_config, decoder = load_model(reader, mesh, dtype=dtype, quantization=quantization)
+        model_config, decoder = load_model(
+            reader,
+            mesh,
+            dtype=dtype,
+            quantization=quantization,
+            store=_open_weights(path, mesh, dtype, quantization),
+        )
     products = choose_float_products(decoder, mesh, dtype, resolve_kernels(config))
     graphdef, state = nnx.split(decoder)
     weights, treedef = jax.tree.flatten(state)
@@ -247,6 +256,18 @@ def _load_kernels(
     if choice.implementation == "cpu":
         cpu.load(cache_folder() / "kernels", page_dtype=device.page_dtype)
     op = functools.partial(paged_attention, implementation=choice)
+def _open_weights(
+    path: pathlib.Path, mesh: Mesh, dtype: np.dtype, quantization: Quantization | None
+) -> WeightStore | None:
+    """Where quantised weights are kept; None for plain ones, and on several devices."""
+    if quantization is None or mesh.size > 1 or jax.process_count() > 1:
+        return None
+    forms = [
+        (form.scheme, form.implementation) for form in (quantization.layers, quantization.embedding)
+    ]
+    return WeightStore(cache_folder() / "weights", path, [dtype.name, *forms])
+
+
     sampling = choose_sampling(config, device.config, platform)
     log = {each.op: str(each) for each in (choice, sampling)}
     if device.products:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
@@ -25,12 +26,15 @@ from jaxserve.config import ModelConfig
 from jaxserve.layers.linear import INIT_SCALE
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.family import Family
-from jaxserve.models.quantized_loading import QuantizedLoader, ReadFloats
+from jaxserve.models.quantized_loading import QuantizedLoader
 from jaxserve.models.registry import check_config, find_family, read_model_config
 from jaxserve.models.shards import random_shard, read_shard
 from jaxserve.models.sources import Source
+from jaxserve.models.weight_store import WeightStore
 from jaxserve.parallel.mesh import check_divisible, sharding
 from jaxserve.quantization.weights import Quantization
+
+logger = logging.getLogger("jaxserve.models")
 
 #: Random weights repeat after so many (a prime, so that no two rows of a matrix are equal).
 RANDOM_TABLE_SIZE = 4_000_037
@@ -91,20 +95,19 @@ def _fill(
     dtype: DTypeLike,
     quantization: Quantization | None,
     make: MakeArray,
-    read: ReadFloats,
+    make_quantized: MakeArray,
 ) -> Decoder:
-    """The decoder with every plain parameter made by `make(path, abstract parameter, sharding)`.
+    """The decoder with every parameter made by `make(path, abstract parameter, sharding)`.
 
-    read: gives the floats that quantised parameters are made of.
+    make_quantized: makes the arrays of quantised weights.
     """
     check_config(config)
     check_divisible(config, mesh)
     graph, state = nnx.split(make_abstract_model(config, dtype, quantization))
-    quantized = QuantizedLoader(read)
     filled = []
     for path, param in nnx.to_flat_state(state):
         metadata, shape = param.get_metadata(), param.get_value().shape
-        load = quantized.load if "recipe" in metadata else make
+        load = make_quantized if "recipe" in metadata else make
         array = load(_join(path), param, sharding(mesh, metadata["logical_axes"], shape))
         filled.append((path, param.replace(array)))
     decoder: Decoder = nnx.merge(graph, nnx.from_flat_state(filled))
@@ -117,16 +120,23 @@ def load_model(
     *,
     dtype: DTypeLike,
     quantization: Quantization | None = None,
+    store: WeightStore | None = None,
 ) -> tuple[ModelConfig, Decoder]:
     """The model of an open checkpoint, on the mesh, with weights and activations in `dtype`.
 
-    quantization: how matrices are stored instead; None leaves them floats.
+    quantization: how matrices are stored instead; None leaves them floats. store: where the arrays
+    of an earlier start may lie, and where they are kept for the next.
 
     Raises UnsupportedModelError for an unknown architecture, CheckpointFormatError for tensors
     that are missing, too many or wrongly shaped (all at once), UsageError where the model cannot
     be split over the mesh.
     """
     config = read_model_config(reader)
+    if store is not None:
+        stored = store.get()
+        if stored is not None:
+            logger.info("quantised weights are those of an earlier start")
+            return config, _place_stored(config, mesh, dtype, quantization, stored)
     family = find_family(reader)
     infos = parameter_infos(config, dtype)
     sources = {path: find_source(config, family, path, info) for path, info in infos.items()}
@@ -146,7 +156,29 @@ def load_model(
     def read(path: str, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
         return read_shard(reader, sources[path], bounds, np.dtype(np.float32))
 
-    return config, _fill(config, mesh, dtype, quantization, make, read)
+    decoder = _fill(config, mesh, dtype, quantization, make, QuantizedLoader(read).load)
+    if store is not None:
+        _, state = nnx.split(decoder)
+        store.put({_join(path): param.get_value() for path, param in nnx.to_flat_state(state)})
+    return config, decoder
+
+
+def _place_stored(
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    quantization: Quantization | None,
+    stored: dict[str, np.ndarray],
+) -> Decoder:
+    """The decoder of arrays that lie in memory already; a CPU uses them where they lie."""
+
+    def make(path: str, param: nnx.Param[jax.Array], place: jax.NamedSharding) -> jax.Array:
+        array, value = stored[path], param.get_value()
+        assert (array.shape, array.dtype) == (value.shape, value.dtype), path
+        placed: jax.Array = jax.device_put(array, place, may_alias=True)
+        return placed
+
+    return _fill(config, mesh, dtype, quantization, make, make)
 
 
 def find_source(config: ModelConfig, family: Family, path: str, info: ParameterInfo) -> Source:
@@ -253,4 +285,4 @@ def make_random_model(
         # A width of its own for each weight: rows differ, whatever part of them a device holds.
         return random_shard(table, offset, 8191, rows, columns, np.dtype(np.float32))
 
-    return _fill(config, mesh, dtype, quantization, make, read)
+    return _fill(config, mesh, dtype, quantization, make, QuantizedLoader(read).load)
