@@ -113,7 +113,7 @@ def step_runner(
     packed, views = forward_layout(shape).make_buffer()
     views["token_ids"][:] = np.random.default_rng(1).integers(0, model.config.vocab_size, size)
     views["cu_q_lens"][:], views["kv_lens"][:] = batch.cu_q_lens, batch.kv_lens
-    views["last_rows"][:] = np.arange(size)
+    views["sampled"][:] = np.arange(size)
     views["block_tables"][:] = batch.block_tables
     state, sampling = device_state_maker(config, model, num_pages)()
     pages = [state]

@@ -27,6 +27,7 @@ KV_CACHE_DTYPES = {
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DISTRIBUTED = ("off", "auto")
+SPECULATIVE = ("off", "ngram")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,7 @@ class EngineConfig:
     max_queue_len and max_queued_tokens bound what waits; beyond them requests are refused.
     itl_target_ms: what the time between two tokens of an answer should stay below while prompts
     are computed beside it; 0 for steps as large as they can be.
+    speculative: what guesses tokens, num_speculative_tokens: the most per answer and step.
     """
 
     model: str = DEFAULT_MODEL
@@ -121,6 +123,14 @@ class EngineConfig:
     itl_target_ms: float = 100.0
     random_weights: bool = False
     kernels: str = "auto"
+    speculative: str = "ngram"
+    num_speculative_tokens: int = 15
+
+    @property
+    def max_step_rows(self) -> int:
+        """Sequences of one step, or positions at which it samples, whichever may be more."""
+        guesses = self.num_speculative_tokens if self.speculative != "off" else 0
+        return max(self.max_num_seqs, 1 + guesses)
 
     @property
     def model_name(self) -> str:
@@ -141,6 +151,7 @@ class EngineConfig:
             ("tensor_parallel", 1),
             ("max_queue_len", 1),
             ("max_queued_tokens", 1),
+            ("num_speculative_tokens", 1),
         ):
             value = getattr(self, name)
             if value < low:
@@ -159,6 +170,11 @@ class EngineConfig:
             raise UsageError(
                 f"--kv-cache-dtype is {self.kv_cache_dtype!r}; "
                 f"it must be one of {', '.join(KV_CACHE_DTYPES)}"
+            )
+        if self.speculative not in SPECULATIVE:
+            raise UsageError(
+                f"--speculative is {self.speculative!r}; "
+                f"it must be one of {', '.join(SPECULATIVE)}"
             )
         if self.page_size & (self.page_size - 1):
             raise UsageError(f"--page-size is {self.page_size}; it must be a power of two")

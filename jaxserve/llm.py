@@ -139,6 +139,10 @@ class LLM:
             for request_id in open_answers:
                 self._engine.abort(request_id)
 
+    def metrics(self) -> str:
+        """The engine's metrics in Prometheus' text format."""
+        return self._engine.metrics.text(self._engine.scheduler)
+
     def profile_steps(self) -> StepProfile:
         """Measures every step of the engine from now on."""
         return self._engine.profile_steps()
@@ -232,7 +236,14 @@ class _Answer:
 
     def take(self, output: TokenOutput) -> RequestOutput:
         """The next piece."""
-        text = self._detokenizer.push(output.token_ids)
+        token_ids, logprobs = output.token_ids, output.logprobs
+        text = ""
+        for count, token in enumerate(token_ids, 1):
+            text += self._detokenizer.push([token])
+            if self.stopped:  # what a step made beyond a stop string does not count
+                token_ids = token_ids[:count]
+                logprobs = logprobs and logprobs[:count]
+                break
         reason, stop = output.finish_reason, self._detokenizer.stopped
         if stop is not None and reason is not FinishReason.ERROR:
             reason = FinishReason.STOP
@@ -241,10 +252,10 @@ class _Answer:
         piece = RequestOutput(
             request_id=self.request_id,
             text=text,
-            token_ids=output.token_ids,
+            token_ids=token_ids,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=output.num_cached_tokens,
-            logprobs=output.logprobs,
+            logprobs=logprobs,
             finish_reason=reason,
             stop_reason=stop,
             error=output.error,

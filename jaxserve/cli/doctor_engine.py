@@ -116,7 +116,7 @@ def _resolve(section: Section, config: EngineConfig) -> None:
     section.say("kernels", f"{attention}; {sampling}")
     longest, pages_per_sequence = choose_context(config, model)
     section.say("max_model_len", f"{longest} (the model's own limit: {model.max_position})")
-    buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
+    buckets = make_buckets(config.max_num_batched_tokens, config.max_step_rows)
     section.say("step sizes", ", ".join(str(bucket.tokens) for bucket in buckets) + " tokens")
     _plan(section, config, model, device, (dtype, page_dtype), attention, pages_per_sequence)
 

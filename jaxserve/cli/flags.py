@@ -18,6 +18,7 @@ from jaxserve.config import (
     DTYPES,
     KV_CACHE_DTYPES,
     LOG_LEVELS,
+    SPECULATIVE,
     EngineConfig,
     HostsConfig,
     ServerConfig,
@@ -49,6 +50,9 @@ ENGINE_HELP: Mapping[str, str] = {
     "itl_target_ms": "milliseconds between two tokens of an answer that prompts computed beside it "
     "should keep to, by shorter chunks; 0 for chunks as long as a step allows",
     "random_weights": "make weights up instead of reading them, to measure speed",
+    "speculative": "ngram guesses an answer's next tokens from what followed the same words before, "
+    "where confirming guesses pays; the answers stay the same",
+    "num_speculative_tokens": "guesses for one answer in one step, at most",
     "kernels": "auto for the fastest implementations that work here, reference for plain jnp",
 }
 SERVER_HELP: Mapping[str, str] = {
@@ -95,6 +99,7 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "dtype": DTYPES,
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "log_level": LOG_LEVELS,
+    "speculative": SPECULATIVE,
 }
 _UNITS: Mapping[str, int] = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 

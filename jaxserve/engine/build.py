@@ -34,6 +34,7 @@ from jaxserve.engine.chunking import ChunkPolicy
 from jaxserve.engine.compilation import CompilationLog
 from jaxserve.engine.compiling import ProgramMaker
 from jaxserve.engine.device_state import LoadedModel, device_state_maker
+from jaxserve.engine.drafting import make_drafting
 from jaxserve.engine.engine import AdmissionLimits, Engine
 from jaxserve.engine.hosts.lead import Hosts, OneHost
 from jaxserve.engine.memory import (
@@ -107,7 +108,7 @@ def make_device(
         path = model if model is not None else resolve_model(config.model, cache_folder())
         device = _load(config, path)
     max_len, pages_per_sequence = choose_context(config, device.config)
-    buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
+    buckets = make_buckets(config.max_num_batched_tokens, config.max_step_rows)
     with _timed(seconds, "kernels"):
         device, op, kernels = _load_kernels(config, device)
     with _timed(seconds, "plan"):
@@ -182,7 +183,14 @@ def _put_together(config: EngineConfig, runner: DeviceRunner, report: EngineRepo
     )
     metrics = EngineMetrics(report.model_name)
     metrics.compiled_after_ready.set_function(lambda: report.compilation.after_ready)
-    return Engine(runner, scheduler, limits, metrics, asynchronous=config.async_scheduling)
+    return Engine(
+        runner,
+        scheduler,
+        limits,
+        metrics,
+        asynchronous=config.async_scheduling,
+        drafting=make_drafting(config, report.buckets),
+    )
 
 
 def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:

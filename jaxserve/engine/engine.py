@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence as Rows
 from typing import Any, Protocol
 
+from jaxserve.engine.drafting import Drafting
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence, SequenceStatus
@@ -27,14 +28,16 @@ _MAX_FAILURES = 3
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRow:
-    """What a step sampled for one row; `ok` is False when its logits held NaN.
+    """What a step sampled for one row: one token, more where guesses came true, none if it was a
+    prompt's chunk that was not the last.
 
-    logprobs: the chosen token's and the top 20, None unless the request asked for them.
+    ok: False when the logits after these tokens held NaN. logprobs: each token's and its top 20,
+    None unless the request asked for them.
     """
 
-    token: int
+    tokens: list[int]
     ok: bool = True
-    logprobs: TokenLogprobs | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class StepRunner(Protocol):
@@ -84,6 +87,7 @@ class _InFlight:
     dispatched: float
     #: When the device could begin with it: the end of the step before, if there was one.
     begun: float
+    read_first: bool
 
 
 class Engine:
@@ -97,12 +101,14 @@ class Engine:
         metrics: EngineMetrics,
         *,
         asynchronous: bool = True,
+        drafting: Drafting | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.metrics = metrics
         self.limits = limits
         self._runner = runner
         self._asynchronous = asynchronous
+        self._drafting = drafting
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: _InFlight | None = None
         self._order = 0
@@ -151,18 +157,17 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """One step of the loop; what it returns was computed by the step before."""
         self._clock.start()
-        plan = self.scheduler.schedule()
-        self._clock.scheduled(plan)
-        previous, self._in_flight = self._in_flight, None
+        outputs: list[TokenOutput] = []
         try:
+            early = self._begin_drafts(outputs)
+            plan = self.scheduler.schedule()
+            self._clock.scheduled(plan)
+            previous, self._in_flight = self._in_flight, None
             if plan.rows:
-                begun = time.monotonic()
-                handle = self._runner.dispatch(plan)
-                self._in_flight = _InFlight(
-                    plan=plan, handle=handle, dispatched=time.monotonic(), begun=begun
-                )
+                self._in_flight = self._dispatch(plan, early)
             self._count(plan)
-            outputs = self._collect(previous) if previous is not None else []
+            if previous is not None:
+                outputs += self._collect(previous)
             if not self._asynchronous and self._in_flight is not None:
                 previous, self._in_flight = self._in_flight, None
                 outputs += self._collect(previous)
@@ -171,7 +176,7 @@ class Engine:
         except Exception as error:
             lost = isinstance(error, DeviceLostError)  # which has said all there is to say
             logger.error("a step failed; ending the requests that it held", exc_info=not lost)
-            return self._fail(error)
+            return outputs + self._fail(error)
 
     def check_integrity(self) -> None:
         """Asserts that pages, slots and requests balance."""
@@ -225,17 +230,46 @@ class Engine:
             if sequence.num_preemptions == 0:
                 self.metrics.on_admitted(sequence)
 
+    def _begin_drafts(self, outputs: list[TokenOutput]) -> float | None:
+        """Gives sequences their guesses for the next step, where they pay.
+
+        Guesses follow the newest token, so the step in flight is read first then: its end, if so.
+        """
+        drafting = self._drafting
+        if drafting is None:
+            return None
+        step, end = self._in_flight, None
+        if step is not None and drafting.must_read_first(self.scheduler, step.plan):
+            self._in_flight = None
+            outputs += self._collect(step)
+            end = time.monotonic()
+        if self._in_flight is None:
+            drafting.draft(self.scheduler)
+        return end
+
+    def _dispatch(self, plan: StepPlan, early: float | None) -> _InFlight:
+        """early: when the step before was read, if it was read already."""
+        begun = time.monotonic() if early is None else early
+        handle = self._runner.dispatch(plan)
+        return _InFlight(
+            plan=plan,
+            handle=handle,
+            dispatched=time.monotonic(),
+            begun=begun,
+            read_first=early is not None,
+        )
+
     def _collect(self, step: _InFlight) -> list[TokenOutput]:
         self._clock.reading()
         sampled = self._runner.read(step.handle)
         self._clock.read()
         self._time(step)
-        outputs = []
+        outputs: list[TokenOutput] = []
         for row, result in zip(step.plan.rows, sampled, strict=True):
             if row.samples:
                 row.sequence.num_pending -= 1
                 if row.sequence.status is not SequenceStatus.FINISHED:
-                    outputs.append(self._accept(row, result))
+                    outputs += self._accept(row, result)
         return outputs
 
     def _time(self, step: _InFlight) -> None:
@@ -246,27 +280,50 @@ class Engine:
             self._in_flight.begun = now
         size = self._runner.bucket_tokens(step.plan)
         self.scheduler.chunks.costs.observe(size, step.plan.num_pairs, now - step.begun)
+        if self._drafting is not None:
+            self._drafting.count_step(size, step.read_first, now - step.begun)
 
-    def _accept(self, row: ScheduledRow, result: SampledRow) -> TokenOutput:
+    def _accept(self, row: ScheduledRow, result: SampledRow) -> list[TokenOutput]:
         sequence = row.sequence
-        if not result.ok:
-            return self._finish(
-                sequence,
-                FinishReason.ERROR,
-                error="the model's output was not a number for this request",
-            )
-        sequence.tokens.append(result.token)
-        self.metrics.on_token(sequence)
-        logprobs = None if result.logprobs is None else [result.logprobs]
-        reason = self._stop_reason(sequence, result.token)
+        if row.draft:
+            num_true = max(len(result.tokens) - 1, 0)
+            sequence.num_computed_tokens = row.num_known + num_true
+            self.metrics.on_draft(len(row.draft), num_true)
+        if self._drafting is not None:
+            self._drafting.learn(sequence, result.tokens)
+        tokens, reason = self._append(sequence, result.tokens)
+        logprobs = None if result.logprobs is None else result.logprobs[: len(tokens)]
         if reason is not None:
-            return self._finish(sequence, reason, token_ids=[result.token], logprobs=logprobs)
-        return TokenOutput(
-            request_id=sequence.request.request_id,
-            token_ids=[result.token],
-            logprobs=logprobs,
-            num_cached_tokens=sequence.num_cached_tokens,
-        )
+            return [self._finish(sequence, reason, token_ids=tokens, logprobs=logprobs)]
+        outputs = []
+        if tokens:
+            outputs.append(
+                TokenOutput(
+                    request_id=sequence.request.request_id,
+                    token_ids=tokens,
+                    logprobs=logprobs,
+                    num_cached_tokens=sequence.num_cached_tokens,
+                )
+            )
+        if not result.ok:
+            error = "the model's output was not a number for this request"
+            outputs.append(self._finish(sequence, FinishReason.ERROR, error=error))
+        return outputs
+
+    def _append(
+        self, sequence: Sequence, tokens: list[int]
+    ) -> tuple[list[int], FinishReason | None]:
+        """The tokens up to the one that ends the answer, and why it does."""
+        reason = None
+        for count, token in enumerate(tokens, 1):
+            sequence.tokens.append(token)
+            reason = self._stop_reason(sequence, token)
+            if reason is not None:
+                tokens = tokens[:count]
+                break
+        if tokens:
+            self.metrics.on_tokens(sequence, len(tokens))
+        return tokens, reason
 
     def _stop_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         request = sequence.request
@@ -289,6 +346,8 @@ class Engine:
         error: str | None = None,
     ) -> TokenOutput:
         self.scheduler.finish(sequence)
+        if self._drafting is not None:
+            self._drafting.forget(sequence)
         sequence.finish_reason = reason
         del self._sequences[sequence.request.request_id]
         self.metrics.on_finished(sequence, reason)

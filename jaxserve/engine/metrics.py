@@ -43,6 +43,11 @@ class EngineMetrics:
         self.prefix_queries = counter("vllm:prefix_cache_queries", "Tokens looked up in the cache")
         self.prefix_hits = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache")
         self.preemptions = counter("vllm:num_preemptions", "Requests that lost their pages")
+        self.drafts = counter("vllm:spec_decode_num_drafts", "Rows that held guesses")
+        self.draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Guesses put to the test")
+        self.accepted_tokens = counter(
+            "vllm:spec_decode_num_accepted_tokens", "Guesses that came true"
+        )
         self.step_tokens = counter("jaxserve:step_tokens", "Query tokens computed", "bucket")
         self.padding_tokens = counter("jaxserve:padding_tokens", "Padding computed", "bucket")
         self.success = counter("vllm:request_success", "Finished requests", "finished_reason")
@@ -89,11 +94,17 @@ class EngineMetrics:
         self.prompt_tokens.inc(sequence.num_prompt_tokens)
         self.queue_time.observe(max(0.0, sequence.times.scheduled - sequence.times.arrival))
 
-    def on_token(self, sequence: Sequence) -> None:
-        """One more token of a request has reached the host."""
+    def on_draft(self, num_guessed: int, num_accepted: int) -> None:
+        """A row's guesses were put to the test."""
+        self.drafts.inc()
+        self.draft_tokens.inc(num_guessed)
+        self.accepted_tokens.inc(num_accepted)
+
+    def on_tokens(self, sequence: Sequence, count: int) -> None:
+        """More tokens of a request, all of one step, have reached the host."""
         now = time.monotonic()
         times = sequence.times
-        self.generation_tokens.inc()
+        self.generation_tokens.inc(count)
         if times.first_token:
             self.inter_token_latency.observe(now - times.last_token)
         else:

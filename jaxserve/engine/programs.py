@@ -25,7 +25,7 @@ from jaxserve.engine.buckets import Bucket
 from jaxserve.engine.packing import Field, PackedLayout
 from jaxserve.layers.attention import PagedAttend, PagedAttentionOp
 from jaxserve.parallel.mesh import sharding
-from jaxserve.sampling.arrays import SampleRows
+from jaxserve.sampling.arrays import NUM_FLOATS, NUM_INTS, SampleRows
 from jaxserve.sampling.sampler import SampleResult, sample_step
 from jaxserve.sampling.state import SamplingState
 from pallas_kernels.dispatch import Choice
@@ -49,7 +49,7 @@ def forward_layout(shape: StepShape) -> PackedLayout:
 
     token_ids: [T]; a value below 0 means: the token sampled last in slot -1 - value.
     cu_q_lens [R + 1], kv_lens [R], block_tables [R, pages_per_sequence]: see PagedBatch.
-    last_rows: [R], the flat index of each row's last query token.
+    sampled: [R], the flat indices of the query tokens after which a token is sampled.
     """
     tokens, rows = shape.bucket.tokens, shape.bucket.rows
     return PackedLayout(
@@ -57,7 +57,7 @@ def forward_layout(shape: StepShape) -> PackedLayout:
             "token_ids": Field(shape=(tokens,), dtype="int32"),
             "cu_q_lens": Field(shape=(rows + 1,), dtype="int32"),
             "kv_lens": Field(shape=(rows,), dtype="int32"),
-            "last_rows": Field(shape=(rows,), dtype="int32"),
+            "sampled": Field(shape=(rows,), dtype="int32"),
             "block_tables": Field(shape=(rows, shape.pages_per_sequence), dtype="int32"),
         }
     )
@@ -67,8 +67,8 @@ def sample_layout(rows: int) -> PackedLayout:
     """The packed inputs of `sample`: see SampleRows."""
     return PackedLayout(
         {
-            "ints": Field(shape=(rows, 6), dtype="int32"),
-            "floats": Field(shape=(rows, 6), dtype="float32"),
+            "ints": Field(shape=(rows, NUM_INTS), dtype="int32"),
+            "floats": Field(shape=(rows, NUM_FLOATS), dtype="float32"),
         }
     )
 
@@ -97,7 +97,7 @@ def make_forward(
         _, positions, _ = row_positions(batch, shape.bucket.tokens)
         attend = PagedAttend(pages, batch, mesh, op, num_layers=config.num_layers)
         hidden = decoder(token_ids, positions, attend)
-        return attend.pages, decoder.logits(hidden[inputs["last_rows"]])
+        return attend.pages, decoder.logits(hidden[inputs["sampled"]])
 
     return forward
 

@@ -93,20 +93,31 @@ class DeviceRunner:
         rows, result = handle.plan.rows, handle.result
         read = self._device.read
         tokens, ok = read(result.tokens).tolist(), read(result.ok).tolist()
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        logprobs: list[TokenLogprobs | None] = [None] * handle.plan.num_samples
         if any(row.sequence.request.sampling.logprobs is not None for row in rows):
             logprobs = self._read_logprobs(rows, result, tokens)
-        return [
-            SampledRow(token=tokens[index], ok=ok[index], logprobs=logprobs[index])
-            for index in range(len(rows))
-        ]
+        sampled, end = [], 0
+        for row in rows:
+            begin, end = end, end + row.num_samples
+            count = num_accepted(row.draft, tokens[begin:end])
+            span = slice(begin, begin + count)
+            sound = ok[span].index(False) if False in ok[span] else count
+            sampled.append(
+                SampledRow(
+                    tokens=tokens[begin : begin + sound],
+                    ok=sound == count,
+                    logprobs=[item for item in logprobs[span] if item is not None][:sound] or None,
+                )
+            )
+        return sampled
 
     def warm_up(self) -> None:
         """Runs the smallest program once on padding only, so that the first request finds it warm."""
         self.read(self.dispatch(StepPlan()))
 
     def _bucket(self, plan: StepPlan) -> Bucket:
-        return choose_bucket(self._shape.buckets, plan.num_tokens, len(plan.rows))
+        num_rows = max(len(plan.rows), plan.num_samples)
+        return choose_bucket(self._shape.buckets, plan.num_tokens, num_rows)
 
     def _take_slot(self, sequence: Sequence) -> None:
         request = sequence.request
@@ -130,22 +141,22 @@ class DeviceRunner:
 
     def _pack_forward(self, bucket: Bucket, rows: list[ScheduledRow]) -> np.ndarray:
         packed, views = self._layouts[bucket].make_buffer()
-        end = 0
+        end = num_sampled = 0
         cu_q_lens, tables = views["cu_q_lens"], views["block_tables"]
+        sampled = views["sampled"]
         for index, row in enumerate(rows):
             sequence = row.sequence
-            stop = row.start + row.count
+            tokens = sequence.tokens[row.start : row.num_known]
             if row.feeds_back:
-                views["token_ids"][end : end + row.count - 1] = sequence.tokens[
-                    row.start : stop - 1
-                ]
-                views["token_ids"][end + row.count - 1] = -1 - sequence.slot
-            else:
-                views["token_ids"][end : end + row.count] = sequence.tokens[row.start : stop]
+                tokens.append(-1 - sequence.slot)
+            tokens += row.draft
+            views["token_ids"][end : end + row.count] = tokens
             end += row.count
             cu_q_lens[index + 1] = end
-            views["kv_lens"][index] = stop
-            views["last_rows"][index] = end - 1
+            views["kv_lens"][index] = row.start + row.count
+            count = row.num_samples
+            sampled[num_sampled : num_sampled + count] = range(end - count, end)
+            num_sampled += count
             tables[index, : len(sequence.pages)] = sequence.pages
         cu_q_lens[len(rows) + 1 :] = end
         return packed
@@ -154,16 +165,18 @@ class DeviceRunner:
         packed, views = self._sample_layouts[num_rows].make_buffer()
         entries = []
         for row in rows:
-            sequence, stop = row.sequence, row.start + row.count
-            entries.append(
-                RowEntry(
-                    template=self._templates[sequence.slot],
-                    slot=sequence.slot,
-                    position=stop,
-                    num_generated=stop - sequence.num_prompt_tokens,
-                    valid=row.samples,
+            sequence = row.sequence
+            for place in range(row.num_samples):
+                position = row.num_known + place
+                entries.append(
+                    RowEntry(
+                        template=self._templates[sequence.slot],
+                        slot=sequence.slot,
+                        position=position,
+                        num_generated=position - sequence.num_prompt_tokens,
+                        guess=row.draft[place - 1] if place else None,
+                    )
                 )
-            )
         sampling = row_arrays(entries, num_rows, self._shape.max_num_seqs)
         views["ints"][:], views["floats"][:] = sampling.ints, sampling.floats
         return packed
@@ -175,7 +188,8 @@ class DeviceRunner:
         chosen, top_ids = read(result.logprob), read(result.top_ids)
         top_logprobs = read(result.top_logprobs)
         out: list[TokenLogprobs | None] = []
-        for index, row in enumerate(rows):
+        sampled = (row for row in rows for _ in range(row.num_samples))
+        for index, row in enumerate(sampled):
             wanted = row.sequence.request.sampling.logprobs
             if wanted is None:
                 out.append(None)
@@ -189,3 +203,11 @@ class DeviceRunner:
                 )
             )
         return out
+
+
+def num_accepted(draft: list[int], tokens: list[int]) -> int:
+    """How many of a row's sampled tokens count: those before which all guesses came true."""
+    for count, (guess, token) in enumerate(zip(draft, tokens, strict=False), 1):
+        if guess != token:
+            return count
+    return len(tokens)

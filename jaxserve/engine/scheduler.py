@@ -57,6 +57,11 @@ class Scheduler:
         return self._queue.num_tokens
 
     @property
+    def may_admit(self) -> bool:
+        """Whether the next step may take in a waiting sequence."""
+        return bool(len(self._queue) and self._free_slots)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.running or len(self._queue))
 
@@ -72,6 +77,7 @@ class Scheduler:
         candidates = [] if plan.preempted else self._candidates(begun)
         if begun or candidates:
             self._plan_prompts(plan, begun, candidates)
+        self._add_drafts(plan)
         for row in plan.rows:
             self._commit(row)
         return plan
@@ -156,9 +162,27 @@ class Scheduler:
             )
         )
 
+    def _add_drafts(self, plan: StepPlan) -> None:
+        """Gives rows their sequence's guesses, as far as tokens and free pages go."""
+        budget = self._max_step_tokens - plan.num_tokens
+        for row in plan.rows:
+            sequence, draft = row.sequence, row.sequence.draft
+            if not draft or not row.samples or row.feeds_back:
+                continue
+            while len(sequence.pages) < self._pages_for(row.start + row.count + len(draft)):
+                page = self.pool.allocate(1)
+                if page is None:
+                    break
+                sequence.pages.extend(page)
+            held = len(sequence.pages) * self.pool.page_size
+            row.draft = draft[: min(budget, held - row.start - row.count)]
+            row.count += len(row.draft)
+            budget -= len(row.draft)
+
     def _commit(self, row: ScheduledRow) -> None:
         sequence = row.sequence
         sequence.num_computed_tokens = row.start + row.count
+        sequence.draft = []
         if row.samples:
             sequence.num_pending += 1
         self._insert_full_pages(sequence)
@@ -183,6 +207,7 @@ class Scheduler:
         self._insert_full_pages(victim)
         self._release(victim)
         victim.num_computed_tokens = 0
+        victim.draft = []
         victim.num_inserted_pages = 0
         victim.num_preemptions += 1
         self.num_preemptions += 1

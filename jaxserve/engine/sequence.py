@@ -34,9 +34,10 @@ class Sequence:
 
     tokens: prompt and the answer as far as the host knows it. num_pending: tokens that the device
     has sampled and the host has not read (0 or 1). num_computed_tokens: tokens whose KV is written,
-    or will be by a step already dispatched. num_queued_tokens: what it counted for when it was
-    queued. num_overtaken: later ones that were admitted while it waited. slot: its row of the
-    device's sampling state.
+    or will be by a step already dispatched (with its guesses, until that step was read).
+    num_queued_tokens: what it counted for when it was queued. num_overtaken: later ones that were
+    admitted while it waited. slot: its row of the device's sampling state. draft: guesses of what
+    follows its newest token, for the next step only.
     """
 
     request: GenerationRequest
@@ -56,6 +57,7 @@ class Sequence:
     num_overtaken: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
     hashes: list[bytes] = dataclasses.field(default_factory=list)
+    draft: list[int] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @classmethod
@@ -86,9 +88,14 @@ class Sequence:
         return len(self.tokens) + self.num_pending
 
     @property
+    def num_wanted(self) -> int:
+        """Tokens that are still to be sampled, beside the pending one."""
+        return self.max_tokens - (self.num_tokens - self.num_prompt_tokens)
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens that could be computed now; 0 once the last wanted token is on its way."""
-        if self.num_tokens - self.num_prompt_tokens >= self.max_tokens:
+        if self.num_wanted <= 0:
             return 0
         return self.num_tokens - self.num_computed_tokens
 

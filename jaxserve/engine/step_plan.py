@@ -12,8 +12,10 @@ from jaxserve.engine.sequence import Sequence
 class ScheduledRow:
     """`count` query tokens of one sequence, from position `start` on.
 
-    samples: the last of them is the sequence's newest token, so a token is sampled after it.
+    samples: the sequence's newest token is among them, so a token is sampled after it.
     feeds_back: that newest token is still on the device only.
+    draft: guesses of what follows it, the last of the `count` tokens; after each of them a token
+    is sampled, too, which counts if the guesses before it came true.
     """
 
     sequence: Sequence
@@ -21,6 +23,17 @@ class ScheduledRow:
     count: int
     samples: bool
     feeds_back: bool
+    draft: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_known(self) -> int:
+        """Position after the last query token that is not a guess."""
+        return self.start + self.count - len(self.draft)
+
+    @property
+    def num_samples(self) -> int:
+        """Query tokens after which a token is sampled: the last ones."""
+        return len(self.draft) + 1 if self.samples else 0
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -37,6 +50,14 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.count for row in self.rows)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(row.num_samples for row in self.rows)
+
+    @property
+    def has_drafts(self) -> bool:
+        return any(row.draft for row in self.rows)
 
     @property
     def num_pairs(self) -> float:

@@ -142,7 +142,7 @@ def measure_step(
     """
     start = time.monotonic()
     mesh = make_mesh(config.tensor_parallel, devices[: config.tensor_parallel])
-    buckets = make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
+    buckets = make_buckets(config.max_num_batched_tokens, config.max_step_rows)
     rows = buckets[-1].rows
     measured = measured_buckets(buckets)
     depths = choose_depths(model.layers, exact=exact)

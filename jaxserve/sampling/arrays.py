@@ -32,17 +32,23 @@ class Flag(enum.IntFlag):
     ALLOWED = 8
     BAD_WORDS = 16
     HOLD_STOPS = 32
+    CONTINUES = 64
 
 
 #: Any of these means that the logits are changed before sampling.
 ADJUSTING = Flag.BIAS | Flag.ALLOWED | Flag.BAD_WORDS | Flag.HOLD_STOPS
 
-_TOP_K, _SEED_LOW, _SEED_HIGH, _POSITION, _SLOT, _FLAGS = range(6)
-_TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
+NUM_INTS, NUM_FLOATS = 7, 6
+_TOP_K, _SEED_LOW, _SEED_HIGH, _POSITION, _SLOT, _FLAGS, _GUESS = range(NUM_INTS)
+_TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(NUM_FLOATS)
 
 
 class SampleRows(NamedTuple):
-    """One step's rows: ints [R, 6] int32 and floats [R, 6] float32. Numpy on the host, traced in the step."""
+    """One step's rows: ints [R, 7] int32 and floats [R, 6] float32. Numpy on the host, traced in the step.
+
+    A row with Flag.CONTINUES samples the token after a guess: it follows the row before it, which
+    is of the same slot, and means something only if that row's token is the guess.
+    """
 
     ints: jax.Array | npt.NDArray[np.int32]
     floats: jax.Array | npt.NDArray[np.float32]
@@ -67,6 +73,11 @@ class SampleRows(NamedTuple):
     def slot(self) -> jax.Array:
         """[R] int32."""
         return jnp.asarray(self.ints[:, _SLOT])
+
+    @property
+    def guess(self) -> jax.Array:
+        """[R] int32: of rows that continue, the guessed token that they go on from."""
+        return jnp.asarray(self.ints[:, _GUESS])
 
     def has(self, flag: Flag) -> jax.Array:
         """[R] bool: rows with any of the bits of `flag`."""
@@ -104,7 +115,7 @@ class SampleRows(NamedTuple):
 
 
 class RowTemplate(NamedTuple):
-    """The part of a row that stays for a sequence's life: ints [6], floats [6], min_tokens."""
+    """The part of a row that stays for a sequence's life: ints [7], floats [6], min_tokens."""
 
     ints: npt.NDArray[np.int32]
     floats: npt.NDArray[np.float32]
@@ -115,8 +126,8 @@ class RowEntry(NamedTuple):
     """One row of a step.
 
     position: absolute position of the token being sampled (prompt length for the first token).
-    num_generated: tokens generated before it. valid: False for a prompt chunk that is not the
-    last: the row is computed, its token means nothing and the state keeps what it had.
+    num_generated: tokens generated before it. valid: False where the token means nothing and the
+    state keeps what it had. guess: of a row that continues the one before, see SampleRows.
     """
 
     template: RowTemplate
@@ -124,6 +135,7 @@ class RowEntry(NamedTuple):
     position: int
     num_generated: int
     valid: bool = True
+    guess: int | None = None
 
 
 def row_template(params: SamplingParams, seed: int) -> RowTemplate:
@@ -136,11 +148,11 @@ def row_template(params: SamplingParams, seed: int) -> RowTemplate:
         (bool(params.bad_words), Flag.BAD_WORDS),
     ):
         flags |= flag if wanted else Flag(0)
-    ints = np.zeros(6, np.int32)
+    ints = np.zeros(NUM_INTS, np.int32)
     ints[_TOP_K] = min(params.top_k, 2**31 - 1)
     ints[_SEED_LOW : _SEED_HIGH + 1] = np.frombuffer((seed % 2**64).to_bytes(8, "little"), "<i4")
     ints[_FLAGS] = int(flags)
-    floats = np.zeros(6, np.float32)
+    floats = np.zeros(NUM_FLOATS, np.float32)
     floats[_TEMPERATURE] = params.temperature
     floats[_TOP_P] = params.top_p
     floats[_MIN_P] = params.min_p
@@ -158,8 +170,8 @@ def row_arrays(entries: Sequence[RowEntry], num_rows: int, trash_slot: int) -> S
     Padding rows are greedy, ask for nothing, and belong to the trash slot (max_num_seqs).
     """
     assert len(entries) <= num_rows, f"{len(entries)} rows in a bucket of {num_rows}"
-    ints = np.zeros((num_rows, 6), np.int32)
-    floats = np.zeros((num_rows, 6), np.float32)
+    ints = np.zeros((num_rows, NUM_INTS), np.int32)
+    floats = np.zeros((num_rows, NUM_FLOATS), np.float32)
     ints[len(entries) :, _SLOT] = trash_slot
     floats[len(entries) :, _TOP_P] = 1.0
     floats[len(entries) :, _REPETITION] = 1.0
@@ -171,4 +183,7 @@ def row_arrays(entries: Sequence[RowEntry], num_rows: int, trash_slot: int) -> S
             ints[row, _FLAGS] |= int(Flag.VALID)
         if entry.num_generated < template.min_tokens:
             ints[row, _FLAGS] |= int(Flag.HOLD_STOPS)
+        if entry.guess is not None:
+            ints[row, _FLAGS] |= int(Flag.CONTINUES)
+            ints[row, _GUESS] = entry.guess
     return SampleRows(ints, floats)

@@ -1,4 +1,4 @@
-"""How much one request may ask of the sampler's fixed arrays (step 3). Imports no jax."""
+"""What a request's parameters mean for the sampler's arrays (step 3). Imports no jax."""
 
 from __future__ import annotations
 
@@ -14,6 +14,19 @@ class SamplingLimits:
 
     bias_tokens: int = 1024
     bad_words: int = 64
+
+
+def reads_output(params: SamplingParams) -> bool:
+    """Whether what may be sampled depends on the tokens sampled before, beside the model.
+
+    Then a token can be sampled only once the one before it is certain.
+    """
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.bad_words
+    )
 
 
 def check_limits(params: SamplingParams, limits: SamplingLimits) -> None:

@@ -76,15 +76,32 @@ def final_logits(logits: jax.Array, state: SamplingState, rows: SampleRows) -> j
 
 
 def record(state: SamplingState, rows: SampleRows, tokens: jax.Array) -> SamplingState:
-    """State after `tokens` [R] int32; rows that are not valid write to the trash slot."""
+    """State after `tokens` [R] int32; rows that are not accepted write to the trash slot.
+
+    Of several accepted rows of a slot the last one is what is left in `last_token` and `tail`;
+    a sequence that reads its tail has one row only (`limits.reads_output`).
+    """
     trash = state.last_token.shape[0] - 1
-    slot = jnp.where(rows.has(Flag.VALID), rows.slot, trash)
-    tail = jnp.concatenate([state.tail[slot][:, 1:], tokens[:, None]], axis=1)
+    valid = accepted(rows, tokens)
+    goes_on = jnp.append((rows.has(Flag.CONTINUES) & valid)[1:], False)
+    slot = jnp.where(valid, rows.slot, trash)
+    last = jnp.where(goes_on, trash, slot)
+    tail = jnp.concatenate([state.tail[last][:, 1:], tokens[:, None]], axis=1)
     return state._replace(
-        last_token=state.last_token.at[slot].set(tokens),
+        last_token=state.last_token.at[last].set(tokens),
         output_counts=state.output_counts.at[slot, tokens].add(1),
-        tail=state.tail.at[slot].set(tail),
+        tail=state.tail.at[last].set(tail),
     )
+
+
+def accepted(rows: SampleRows, tokens: jax.Array) -> jax.Array:
+    """[R] bool: valid rows whose sequence got as far, since all guesses before them came true."""
+    continues = rows.has(Flag.CONTINUES)
+    missed = continues & (jnp.roll(tokens, 1) != rows.guess)
+    misses = jnp.cumsum(missed)
+    index = jnp.arange(tokens.shape[0])
+    first = lax.cummax(jnp.where(continues, 0, index))  # of the rows that belong together
+    return rows.has(Flag.VALID) & (misses == misses[first])
 
 
 def _logprobs(

@@ -1,147 +1,14 @@
-"""The engine's policy with a device whose arithmetic can be done by hand.
-
-The fake's next token is (sum of all tokens of the sequence + their number) modulo 97: it depends on
-every token and on nothing else, so any wrong, missing or repeated token shows.
-"""
+"""The engine's policy with a device whose arithmetic can be done by hand (`counting_engine`)."""
 
 import dataclasses
 
 import pytest
+from counting_engine import VOCAB, expected, make_engine, request, run, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.engine import AdmissionLimits, Engine, SampledRow
-from jaxserve.engine.metrics import EngineMetrics
-from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import DeviceLostError, PromptTooLongError, RefusedError, RequestError
-from jaxserve.kv.page_pool import PagePool
-from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
-
-VOCAB = 97
-
-
-def next_token(tokens):
-    return (sum(tokens) + len(tokens)) % VOCAB
-
-
-def expected(prompt, count, ends=()):
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
-        if tokens[-1] in ends:
-            break
-    return tokens[len(prompt) :]
-
-
-class CountingRunner:
-    """Keeps, like a device, the tokens written into each page, and the last token of each slot."""
-
-    vocab_size = VOCAB
-
-    def __init__(self, page_size):
-        self.page_size = page_size
-        self.pages, self.last = {}, {}
-        self.unread = []
-        self.fail_on = None
-        self.bad = set()
-        self.max_unread = 0
-
-    def check_request(self, request):
-        if request.sampling.logit_bias:
-            raise RequestError("no biases here", param="logit_bias")
-
-    def bucket_tokens(self, plan):
-        return plan.num_tokens
-
-    def reset(self):
-        self.pages, self.last = {}, {}
-
-    def dispatch(self, plan):
-        if self.fail_on is not None and any(
-            row.sequence.request.prompt_ids[0] == self.fail_on for row in plan.rows
-        ):
-            raise RuntimeError("the device is on fire")
-        written = []
-        for row in plan.rows:
-            sequence, slot = row.sequence, row.sequence.slot
-            new = list(sequence.tokens[row.start : row.start + row.count])
-            if row.feeds_back:
-                new.append(self.last[slot])
-            assert len(new) == row.count
-            for position, token in enumerate(new, row.start):
-                place = (sequence.pages[position // self.page_size], position % self.page_size)
-                assert place[0] != 0, "the trash page belongs to nobody"
-                self.pages[place] = token
-            written.append((row, list(sequence.pages), row.start + row.count))
-        results = []
-        for row, pages, length in written:
-            tokens = [
-                self.pages[pages[i // self.page_size], i % self.page_size] for i in range(length)
-            ]
-            token = next_token(tokens)
-            if row.samples:
-                self.last[row.sequence.slot] = token
-            ok = row.sequence.request.prompt_ids[0] not in self.bad
-            results.append(SampledRow(token=token, ok=ok))
-        self.unread.append(results)
-        self.max_unread = max(self.max_unread, len(self.unread))
-        return results
-
-    def read(self, handle):
-        self.unread.remove(handle)
-        return handle
-
-
-def make_engine(
-    pages=64,
-    slots=4,
-    tokens=16,
-    page_size=4,
-    max_len=100,
-    caching=True,
-    asynchronous=True,
-    **limits,
-):
-    runner = CountingRunner(page_size)
-    scheduler = Scheduler(
-        PagePool(pages, page_size),
-        max_num_seqs=slots,
-        max_step_tokens=tokens,
-        prefix_caching=caching,
-    )
-    bounds = {"max_queue_len": 1000, "max_queued_tokens": 10_000, "eos_ids": frozenset({96})}
-    engine = Engine(
-        runner,
-        scheduler,
-        AdmissionLimits(max_model_len=max_len, **(bounds | limits)),
-        EngineMetrics("counting"),
-        asynchronous=asynchronous,
-    )
-    return engine, runner
-
-
-def request(name, prompt, **sampling):
-    return GenerationRequest(
-        request_id=name, prompt_ids=list(prompt), sampling=SamplingParams(**sampling)
-    )
-
-
-def run(engine):
-    """All outputs by request, checking the books after every step and one final output each."""
-    outputs = {}
-    while engine.has_work:
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-        engine.check_integrity()
-    assert engine.scheduler.pool.num_owned == 0
-    for pieces in outputs.values():
-        assert [piece.finish_reason is not None for piece in pieces].count(True) == 1
-        assert pieces[-1].finish_reason is not None
-    return outputs
-
-
-def tokens_of(pieces):
-    return [token for piece in pieces for token in piece.token_ids]
+from jaxserve.request import FinishReason
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -303,7 +170,7 @@ def test_a_device_that_is_lost_ends_everything_at_once():
 
 def test_logits_that_are_not_numbers_end_only_their_own_request():
     engine, runner = make_engine()
-    runner.bad = {7}
+    runner.bad = {7: 0}
     engine.add(request("nan", [7] * 4, max_tokens=5))
     engine.add(request("fine", [1] * 4, max_tokens=5, ignore_eos=True))
     outputs = run(engine)

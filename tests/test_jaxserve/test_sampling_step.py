@@ -252,3 +252,26 @@ def test_bits_survive_packing(vocab):
     words = pack_bits(np.flatnonzero(chosen).tolist(), vocab)
     assert words.shape == (-(-vocab // 32),)
     assert np.asarray(unpack_bits(jnp.asarray(words)[None], vocab))[0].tolist() == chosen.tolist()
+
+
+def test_of_guessed_rows_only_those_before_the_first_wrong_guess_are_recorded():
+    best = np.argmax(LOGITS, axis=1).tolist()
+    wrong = (best[3] + 1) % VOCAB
+    state = make_state(SLOTS, VOCAB)
+    rows = [
+        (GREEDY, 1, {}),
+        (GREEDY, 1, {"guess": best[0]}),  # right
+        (GREEDY, 2, {}),
+        (GREEDY, 2, {"guess": best[2]}),  # right
+        (GREEDY, 2, {"guess": wrong}),
+        (GREEDY, 2, {"guess": best[4]}),  # right, but after a wrong one
+        (GREEDY, 3, {"valid": False}),
+        (GREEDY, 4, {}),
+    ]
+    tokens, _, state = run(state, LOGITS, rows)
+    assert tokens == best
+    assert state.last_token[1:5].tolist() == [best[1], best[3], 0, best[7]]
+    counts = np.asarray(state.output_counts)
+    for slot, written in {1: best[:2], 2: best[2:4], 3: [], 4: best[7:]}.items():
+        assert counts[slot].tolist() == np.bincount(written, minlength=VOCAB).tolist()
+        assert state.tail[slot][-1] == (written[-1] if written else -1)
