@@ -17,10 +17,11 @@ _HUGE_BYTES = 2 * 1024 * 1024
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 
-def use(array: jax.Array) -> int:
+def use(array: jax.Array, *, filled: bool = True) -> int:
     """Asks for huge pages under an array's CPU shards; returns for how many bytes it was granted.
 
-    Whole huge pages only. Waits for the array to be there.
+    Whole huge pages only. Waits for the array to be there. filled: whether its memory is in use;
+    if not, it comes in huge pages when it is written first.
     """
     if not sys.platform.startswith("linux") or isinstance(array, jax.core.Tracer):
         return 0
@@ -37,6 +38,7 @@ def use(array: jax.Array) -> int:
             continue
         place, length = ctypes.c_void_p(start), ctypes.c_size_t(size)
         if library.madvise(place, length, _MADV_HUGEPAGE) == 0:
-            library.madvise(place, length, _MADV_COLLAPSE)
+            if filled:
+                library.madvise(place, length, _MADV_COLLAPSE)
             granted += size
     return granted
