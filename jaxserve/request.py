@@ -123,6 +123,17 @@ def _check_number(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """The form that an answer must have; made by `jaxserve.structured`.
+
+    text: JSON as llguidance reads it. param: the request's field that asked for it.
+    """
+
+    text: str
+    param: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt with one answer to come. `n` answers are n requests that share their prompt.
 
@@ -132,6 +143,7 @@ class GenerationRequest:
     eos_ids: ids that end the answer as the model's own end tokens do (unless ignore_eos); the
         tokeniser knows of some, such as the enders of chat turns, that the model's config does not.
     arrival: seconds of `time.monotonic()` at which the server received the request.
+    grammar: the form of the answer, None for any.
     """
 
     request_id: str
@@ -141,6 +153,7 @@ class GenerationRequest:
     cache_salt: str = ""
     arrival: float = 0.0
     eos_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
