@@ -161,7 +161,7 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one():
 
 
 def test_prompts_that_begin_alike_compute_their_prefix_once_even_if_they_come_at_once():
-    scheduler = make_scheduler(num_pages=100, slots=8, tokens=8)
+    scheduler = make_scheduler(num_pages=100, slots=8, tokens=64)
     prefix = list(range(24))
     sequences = [make_sequence(order, [*prefix, 50 + order, 60], 2) for order in range(6)]
     plans = run(scheduler, sequences)
