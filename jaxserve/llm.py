@@ -147,13 +147,22 @@ class LLM:
         """Measures every step of the engine from now on."""
         return self._engine.profile_steps()
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model knows conversations."""
+        return self._template is not None
+
+    def text_prompt(self, text: str) -> list[int]:
+        """Token ids of a text to continue."""
+        return assemble_completion(self.tokenizer, text)
+
     def chat_prompt(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, ready for the answer."""
         return assemble_chat(self.tokenizer, self._template, messages)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return assemble_completion(self.tokenizer, prompt)
+            return self.text_prompt(prompt)
         return list(prompt)
 
     def _whole(

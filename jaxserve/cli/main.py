@@ -11,11 +11,23 @@ import sys
 from collections.abc import Sequence
 
 import jaxserve
-from jaxserve.cli import batch, bench, chat, convert, doctor, generate, plan, pull, serve
+from jaxserve.cli import (
+    batch,
+    bench,
+    chat,
+    convert,
+    doctor,
+    generate,
+    keys,
+    plan,
+    pull,
+    quality,
+    serve,
+)
 from jaxserve.cli.parser import Parser
 from jaxserve.errors import USER_ERRORS
 
-VERBS = (serve, generate, chat, batch, pull, convert, plan, bench, doctor)
+VERBS = (serve, generate, chat, batch, pull, convert, plan, bench, quality, doctor, keys)
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
