@@ -104,6 +104,7 @@ class StepProfile(StepClock):
         self._in_flight: collections.deque[StepTimes] = collections.deque()
         self._building: StepTimes | None = None
         self._emitting: StepTimes | None = None
+        self._read_early = False
         self._now = time.perf_counter
         self._mark = 0.0
         self._switch_seconds = sys.getswitchinterval()
@@ -117,6 +118,7 @@ class StepProfile(StepClock):
     def start(self) -> None:
         """See `StepClock`; time since the last step is its emitting, unless there was no work."""
         passed = self._passed()
+        self._read_early = False
         if self._emitting is not None and self._in_flight:
             self._emitting.emit += passed
 
@@ -126,7 +128,9 @@ class StepProfile(StepClock):
         self._building = None
         if plan.rows:
             self._building = StepTimes(
-                tokens=plan.num_tokens, rows=len(plan.rows), follows=bool(self._in_flight)
+                tokens=plan.num_tokens,
+                rows=len(plan.rows),
+                follows=bool(self._in_flight) or self._read_early,
             )
             self._in_flight.append(self._building)
         if self._in_flight:
@@ -144,6 +148,7 @@ class StepProfile(StepClock):
         self._emitting = self._in_flight.popleft()
         self._emitting.read_until = self._mark
         self._done.append(self._emitting)
+        self._read_early = True  # as far as the next plan of this turn is concerned
 
     def forget(self) -> None:
         """See `StepClock`."""

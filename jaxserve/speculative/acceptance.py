@@ -47,11 +47,16 @@ class SequenceAcceptance:
         assumed = _ENGINE_WEIGHT * self._engine.of_engine(trust)
         return (self._hits[trust] + assumed) / (self._trials[trust] + _ENGINE_WEIGHT)
 
-    def chances(self, trust: Sequence[int]) -> list[float]:
-        """Of each guessed token the probability that it and all before it are right."""
+    def chances(self, trust: Sequence[int], least: float) -> list[float]:
+        """Of each guessed token the probability that it and all before it are right.
+
+        Only those of at least `least`.
+        """
         chances, chance = [], 1.0
         for item in trust:
             chance *= self.share(item)
+            if chance < least:
+                break
             chances.append(chance)
         return chances
 

@@ -15,6 +15,7 @@ from jaxserve.speculative.proposer import NOTHING, Draft
 
 #: Lengths of match at which trust grows by one class, and what each class is worth at first.
 _LONGER = (3, 4, 6, 9, 17)
+_TRUST = tuple(bisect.bisect(_LONGER, matched) for matched in range(_LONGER[-1] + 1))
 _PRIORS = (0.35, 0.45, 0.55, 0.65, 0.75, 0.85)
 
 
@@ -61,8 +62,9 @@ class _History:
         period = len(tokens) - place  # beyond the end the guess repeats itself
         while len(guessed) < count:
             guessed.append(guessed[len(guessed) - period])
-        matched = self._matched
-        return Draft(guessed, [bisect.bisect(_LONGER, matched + i) for i in range(count)])
+        trust = list(_TRUST[self._matched : self._matched + count])
+        trust += [len(_LONGER)] * (count - len(trust))
+        return Draft(guessed, trust)
 
     def _catch_up(self) -> None:
         tokens, end = self._tokens, len(self._tokens)

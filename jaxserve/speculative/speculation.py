@@ -21,6 +21,8 @@ from jaxserve.speculative.proposer import NOTHING, Draft, Proposer
 _MARGIN = 1.05
 #: A guess less likely than this is left out even where it costs nothing.
 _UNLIKELY = 0.05
+#: In larger batches looking for guesses would take the host too long.
+_MOST_ROWS = 64
 #: After so many steps in which guesses were too dear, their cost is measured again; each time
 #: twice as many, up to the second number.
 _AGAIN, _AGAIN_AT_MOST = 256, 4096
@@ -69,7 +71,7 @@ class Speculation:
 
     def may_pay(self, num_rows: int) -> bool:
         """Whether a step of so many sequences has room for guesses at all."""
-        return num_rows < self._max_sampled
+        return num_rows < self._max_sampled and num_rows <= _MOST_ROWS
 
     def worth_reading(self, candidates: Sequence[Candidate], num_rows: int) -> bool:
         """Whether to read the step in flight before the next one, of `num_rows` rows, is planned.
@@ -120,10 +122,7 @@ class Speculation:
         count = min(candidate.room, self._max_guesses) + ahead
         known.length = len(candidate.tokens)
         known.guess = self._proposer.propose(candidate.key, count)
-        chances = known.acceptance.chances(known.guess.trust)
-        while chances and chances[-1] < _UNLIKELY:
-            chances.pop()
-        return chances
+        return known.acceptance.chances(known.guess.trust, _UNLIKELY)
 
     def _choose_size(self, chances: Sequence[Sequence[float]], num_rows: int) -> int | None:
         """The size of step with the most expected tokens per second; None without guesses."""
