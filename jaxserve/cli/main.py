@@ -6,35 +6,37 @@ Exit codes: 0 all right, 1 what a user can cause, 2 wrong usage, 130 Ctrl-C, 141
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 import jaxserve
-from jaxserve.cli import (
-    batch,
-    bench,
-    chat,
-    convert,
-    doctor,
-    generate,
-    keys,
-    plan,
-    pull,
-    quality,
-    serve,
-)
 from jaxserve.cli.parser import Parser
 from jaxserve.errors import USER_ERRORS
 
-VERBS = (serve, generate, chat, batch, pull, convert, plan, bench, quality, doctor, keys)
+#: Modules of this package, each of which adds its verb.
+VERBS = (
+    "serve",
+    "generate",
+    "chat",
+    "batch",
+    "pull",
+    "convert",
+    "plan",
+    "bench",
+    "quality",
+    "doctor",
+)
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns its exit code; argparse raises SystemExit for usage and --help."""
-    parser = make_parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    first = arguments[:1]  # where that is the verb, other verbs' modules would only cost time
+    parser = make_parser(first if set(first) & set(VERBS) else VERBS)
     options = parser.parse_args(arguments)
     if options.run is None:
         parser.print_help(sys.stderr)
@@ -57,15 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return getattr(error, "exit_code", 1)
 
 
-def make_parser() -> Parser:
-    """The whole command line; every verb's module adds its own part."""
+def make_parser(names: Sequence[str] = VERBS) -> Parser:
+    """The command line with the verbs of these names; every verb's module adds its own part."""
     parser = Parser(prog="jaxserve", description="A JAX inference runtime, from prompt to token.")
     parser.add_argument("--version", action="version", version=f"jaxserve {jaxserve.__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and the engine's log")
     parser.set_defaults(run=None)
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
-    for verb in VERBS:
-        verb.add_parser(verbs)
+    for name in names:
+        importlib.import_module(f"jaxserve.cli.{name}").add_parser(verbs)
     for added in verbs.choices.values():
         added.add_argument(
             "--debug",
