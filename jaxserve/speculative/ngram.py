@@ -33,9 +33,9 @@ class NgramProposer:
         """See `Proposer`."""
         self._histories[key] = _History(tokens, self._lengths)
 
-    def propose(self, key: str, count: int) -> Draft:
+    def propose(self, wanted: Sequence[tuple[str, int]]) -> list[Draft]:
         """See `Proposer`."""
-        return self._histories[key].propose(count)
+        return [self._histories[key].propose(count) for key, count in wanted]
 
     def end(self, key: str) -> None:
         """See `Proposer`."""

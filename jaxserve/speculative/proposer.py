@@ -32,8 +32,11 @@ class Proposer(Protocol):
         """A new sequence; the list is kept and read again as it grows, and nobody shortens it."""
         ...
 
-    def propose(self, key: str, count: int) -> Draft:
-        """At most `count` tokens that may follow all that its list holds now; maybe none."""
+    def propose(self, wanted: Sequence[tuple[str, int]]) -> list[Draft]:
+        """Of each key at most so many tokens that may follow all that its list holds now.
+
+        All sequences of a step at once, so that a model that guesses can take them as one batch.
+        """
         ...
 
     def end(self, key: str) -> None:

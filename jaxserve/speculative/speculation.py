@@ -78,12 +78,12 @@ class Speculation:
 
         Each candidate has one token more than is known: its first guess is about that one.
         """
-        chances = [self._chances(candidate, 1)[1:] for candidate in candidates]
+        chances = [row[1:] for row in self._guess(candidates, ahead=1)]
         return self._choose_size(chances, num_rows) is not None
 
     def choose(self, candidates: Sequence[Candidate], num_rows: int) -> Mapping[str, list[int]]:
         """The guesses for a step of `num_rows` rows, by key; all tokens are known."""
-        chances = [self._chances(candidate, 0) for candidate in candidates]
+        chances = self._guess(candidates, ahead=0)
         size = self._choose_size(chances, num_rows)
         if size is None:
             return {}
@@ -113,16 +113,20 @@ class Speculation:
         if self._known.pop(key, None) is not None:
             self._proposer.end(key)
 
-    def _chances(self, candidate: Candidate, ahead: int) -> list[float]:
-        """Of each guess that a candidate could use; ahead: guesses that come before those."""
-        known = self._known.get(candidate.key)
-        if known is None:
-            self._proposer.begin(candidate.key, candidate.tokens)
-            known = self._known[candidate.key] = _Known(self._acceptance.new_sequence())
-        count = min(candidate.room, self._max_guesses) + ahead
-        known.length = len(candidate.tokens)
-        known.guess = self._proposer.propose(candidate.key, count)
-        return known.acceptance.chances(known.guess.trust, _UNLIKELY)
+    def _guess(self, candidates: Sequence[Candidate], ahead: int) -> list[list[float]]:
+        """Makes each candidate's guesses, `ahead` more than it could use; their chances."""
+        wanted = []
+        for key, tokens, room in candidates:
+            if key not in self._known:
+                self._proposer.begin(key, tokens)
+                self._known[key] = _Known(self._acceptance.new_sequence())
+            wanted.append((key, min(room, self._max_guesses) + ahead))
+        chances = []
+        for candidate, guess in zip(candidates, self._proposer.propose(wanted), strict=True):
+            known = self._known[candidate.key]
+            known.length, known.guess = len(candidate.tokens), guess
+            chances.append(known.acceptance.chances(guess.trust, _UNLIKELY))
+        return chances
 
     def _choose_size(self, chances: Sequence[Sequence[float]], num_rows: int) -> int | None:
         """The size of step with the most expected tokens per second; None without guesses."""

@@ -31,7 +31,7 @@ def latest_match(tokens, lengths=(4, 3, 2)):
 def test_a_guess_follows_the_longest_suffix_that_was_there_before(tokens, count):
     proposer = NgramProposer()
     proposer.begin("a", tokens)
-    draft = proposer.propose("a", count)
+    draft = proposer.propose([("a", count)])[0]
     place = latest_match(tokens)
     if place is None:
         assert draft.tokens == []
@@ -49,10 +49,10 @@ def test_growing_by_steps_finds_at_least_what_all_at_once_finds(tokens, data):
     grown, proposer = [tokens[0]], NgramProposer()
     proposer.begin("a", grown)
     while len(grown) < len(tokens):
-        before = proposer.propose("a", 1)
+        before = proposer.propose([("a", 1)])[0]
         more = data.draw(st.integers(1, 30))
         grown += tokens[len(grown) : len(grown) + more]
-        after = proposer.propose("a", 1)
+        after = proposer.propose([("a", 1)])[0]
         assert bool(after.tokens) >= (latest_match(grown) is not None)
         if before.tokens and len(grown) > more and before.tokens[0] == grown[-more]:
             assert after.tokens or more > 1
@@ -63,14 +63,14 @@ def test_trust_grows_with_the_match_and_a_wrong_guess_ends_it():
     proposer.begin("a", tokens)
     trust = []
     for token in (3, 4, 5, 6):
-        draft = proposer.propose("a", 1)
+        draft = proposer.propose([("a", 1)])[0]
         assert draft.tokens == [token]
         trust += draft.trust
         tokens.append(token)
     assert trust == sorted(trust)
     assert trust[0] < trust[-1]
     tokens += [99]
-    assert proposer.propose("a", 3).tokens == []
+    assert proposer.propose([("a", 3)])[0].tokens == []
 
 
 def test_a_step_costs_the_same_however_long_the_context():
@@ -86,11 +86,11 @@ def test_a_step_costs_the_same_however_long_the_context():
     for length in (100, 10_000):
         tokens, proposer = Counting(rng.randrange(50) for _ in range(length)), NgramProposer()
         proposer.begin("a", tokens)
-        proposer.propose("a", 8)
+        proposer.propose([("a", 8)])[0]
         Counting.reads = 0
         for _ in range(20):
             tokens.append(rng.randrange(50))
-            proposer.propose("a", 8)
+            proposer.propose([("a", 8)])[0]
         reads.append(Counting.reads)
     assert reads[1] < 2 * reads[0]
 
