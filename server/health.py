@@ -1,8 +1,6 @@
-"""GET /health (this process answers), /ready (a request would be answered), and / (what is here)."""
+"""GET /health (this process answers) and /ready (a request would be answered)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import flask
 
@@ -23,19 +21,5 @@ def health_blueprint(services: Services) -> flask.Blueprint:
         if reason is not None:
             return {"status": "not ready", "reason": reason}, 503
         return {"status": "ready"}, 200
-
-    @blueprint.get("/")
-    def index() -> dict[str, Any]:
-        rules = flask.current_app.url_map.iter_rules()
-        routes = {
-            f"{method} {rule.rule}"
-            for rule in rules
-            for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}
-        }
-        return {
-            "name": "jaxserve",
-            "model": services.served_name(),
-            "routes": sorted(routes, key=lambda route: route.split()[::-1]),
-        }
 
     return blueprint

@@ -1,0 +1,1 @@
+export async function showRequest(id, place) { place.textContent = id; }
