@@ -32,6 +32,7 @@ from server.prompts import Prompts
 from server.responses.routes import responses_blueprint
 from server.services import Services
 from server.storage import Storage
+from server.web.routes import web_blueprint
 
 #: Long prompts that are rendered and tokenised at once.
 PROMPT_THREADS = 2
@@ -87,6 +88,7 @@ def create_app(
         tokenize_blueprint(services),
         health_blueprint(services),
         metrics_blueprint(services),
+        web_blueprint(services),
     ):
         app.register_blueprint(blueprint)
     return app
