@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.step_plan import StepPlan
+from jaxserve.engine.tally import TallyHistogram
 from jaxserve.request import FinishReason
 
 _TIME_BUCKETS = (
@@ -65,7 +66,8 @@ class EngineMetrics:
         self.iteration_tokens = sizes("vllm:iteration_tokens_total", "Query tokens of a step")
         for reason in FinishReason:
             self.success.labels(model_name=self._model, finished_reason=reason.value)
-        self._seen_prefix = (0, 0, 0)
+        self._num_generated = 0
+        self._seen = (0, 0, 0, 0)
 
     def text(self, scheduler: Scheduler) -> str:
         """Exposition text, with the gauges as they are now."""
@@ -74,11 +76,16 @@ class EngineMetrics:
         self.waiting.set(scheduler.num_waiting)
         self.kv_usage.set(pool.num_owned / pool.capacity)
         self.cached_pages.set(pool.num_cached)
-        now = (scheduler.num_prefix_queries, scheduler.num_prefix_hits, scheduler.num_preemptions)
-        metrics = (self.prefix_queries, self.prefix_hits, self.preemptions)
-        for metric, value, seen in zip(metrics, now, self._seen_prefix, strict=True):
+        now = (
+            self._num_generated,
+            scheduler.num_prefix_queries,
+            scheduler.num_prefix_hits,
+            scheduler.num_preemptions,
+        )
+        metrics = (self.generation_tokens, self.prefix_queries, self.prefix_hits, self.preemptions)
+        for metric, value, seen in zip(metrics, now, self._seen, strict=True):
             metric.inc(value - seen)
-        self._seen_prefix = now
+        self._seen = now
         exposition: bytes = generate_latest(self._registry)
         return exposition.decode()
 
@@ -104,7 +111,7 @@ class EngineMetrics:
         """More tokens of a request, all of one step, have reached the host."""
         now = time.monotonic()
         times = sequence.times
-        self.generation_tokens.inc(count)
+        self._num_generated += count
         if times.first_token:
             self.inter_token_latency.observe(now - times.last_token)
         else:
@@ -134,12 +141,12 @@ class EngineMetrics:
         metric = Counter(name, text, ["model_name", *labels], registry=self._registry)
         return metric if labels else metric.labels(model_name=self._model)
 
-    def _times(self, name: str, text: str) -> Histogram:
+    def _times(self, name: str, text: str) -> TallyHistogram:
         return self._histogram(name, text, _TIME_BUCKETS)
 
-    def _sizes(self, name: str, text: str) -> Histogram:
+    def _sizes(self, name: str, text: str) -> TallyHistogram:
         return self._histogram(name, text, _TOKEN_BUCKETS)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets)
-        return metric.labels(model_name=self._model)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> TallyHistogram:
+        labels = {"model_name": self._model}
+        return TallyHistogram(name, text, buckets, labels, self._registry)

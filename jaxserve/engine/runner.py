@@ -62,6 +62,8 @@ class DeviceRunner:
             rows: sample_layout(rows) for rows in {b.rows for b in shape.buckets}
         }
         self._templates: dict[int, RowTemplate] = {}
+        self._tables = np.zeros((shape.max_num_seqs, shape.pages_per_sequence), np.int32)
+        self._num_pages = [0] * shape.max_num_seqs
 
     def check_request(self, request: GenerationRequest) -> None:
         """Raises RequestError where the request exceeds the sampler's arrays."""
@@ -123,6 +125,8 @@ class DeviceRunner:
         request = sequence.request
         params = request.sampling
         self._templates[sequence.slot] = row_template(params, sequence.seed)
+        self._tables[sequence.slot] = 0
+        self._num_pages[sequence.slot] = 0
         if not needs_reset(params):
             return
         ends = set(params.stop_token_ids)
@@ -141,25 +145,36 @@ class DeviceRunner:
 
     def _pack_forward(self, bucket: Bucket, rows: list[ScheduledRow]) -> np.ndarray:
         packed, views = self._layouts[bucket].make_buffer()
-        end = num_sampled = 0
-        cu_q_lens, tables = views["cu_q_lens"], views["block_tables"]
-        sampled = views["sampled"]
-        for index, row in enumerate(rows):
+        tokens: list[int] = []
+        ends, lengths, slots = [0], [], []
+        sampled: list[int] = []
+        for row in rows:
             sequence = row.sequence
-            tokens = sequence.tokens[row.start : row.num_known]
+            tokens += sequence.tokens[row.start : row.num_known]
             if row.feeds_back:
                 tokens.append(-1 - sequence.slot)
             tokens += row.draft
-            views["token_ids"][end : end + row.count] = tokens
-            end += row.count
-            cu_q_lens[index + 1] = end
-            views["kv_lens"][index] = row.start + row.count
-            count = row.num_samples
-            sampled[num_sampled : num_sampled + count] = range(end - count, end)
-            num_sampled += count
-            tables[index, : len(sequence.pages)] = sequence.pages
-        cu_q_lens[len(rows) + 1 :] = end
+            end = len(tokens)
+            ends.append(end)
+            lengths.append(row.start + row.count)
+            sampled += range(end - row.num_samples, end)
+            slots.append(sequence.slot)
+            self._note_pages(sequence)
+        views["token_ids"][: len(tokens)] = tokens
+        views["cu_q_lens"][: len(ends)] = ends
+        views["cu_q_lens"][len(ends) :] = len(tokens)
+        views["kv_lens"][: len(rows)] = lengths
+        views["sampled"][: len(sampled)] = sampled
+        views["block_tables"][: len(rows)] = self._tables[slots]
         return packed
+
+    def _note_pages(self, sequence: Sequence) -> None:
+        """Enters the pages that a sequence got since its last step: it only ever gets more."""
+        slot, pages = sequence.slot, sequence.pages
+        known = self._num_pages[slot]
+        if known < len(pages):
+            self._tables[slot, known : len(pages)] = pages[known:]
+            self._num_pages[slot] = len(pages)
 
     def _pack_sample(self, num_rows: int, rows: list[ScheduledRow]) -> np.ndarray:
         packed, views = self._sample_layouts[num_rows].make_buffer()

@@ -102,7 +102,7 @@ class Scheduler:
 
     def _plan_answers(self, plan: StepPlan) -> list[Sequence]:
         """Rows for the decoding sequences; returns those whose prompts are not computed yet."""
-        budget = self._max_step_tokens
+        budget, page_size = self._max_step_tokens, self.pool.page_size
         begun = []
         for sequence in tuple(self.running):
             count = sequence.num_uncomputed
@@ -112,7 +112,8 @@ class Scheduler:
                 begun.append(sequence)
             elif budget > 0:
                 count = min(count, budget)
-                budget += self._make_room(sequence, count, plan)
+                if sequence.num_computed_tokens + count > len(sequence.pages) * page_size:
+                    budget += self._make_room(sequence, count, plan)
                 if sequence.status is SequenceStatus.RUNNING:
                     self._plan_row(plan, sequence, count)
                     budget -= count
