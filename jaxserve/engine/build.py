@@ -58,12 +58,12 @@ from jaxserve.kv.page_pool import PagePool
 from jaxserve.layers.attention import PagedAttentionOp
 from jaxserve.models.loading import load_model, make_random_model
 from jaxserve.models.registry import read_model_config
+from jaxserve.models.weight_store import WeightStore
 from jaxserve.parallel.mesh import make_mesh
+from jaxserve.quantization.weights import Quantization
 from jaxserve.sampling.limits import SamplingLimits
 from pallas_kernels import dispatch
-from jaxserve.models.weight_store import WeightStore
 from pallas_kernels.errors import KernelError
-from jaxserve.quantization.weights import Quantization
 from pallas_kernels.float_matmul import cpu as float_cpu
 from pallas_kernels.paged_attention import cpu
 from pallas_kernels.paged_attention.api import paged_attention
@@ -264,18 +264,6 @@ def _load_kernels(
     if choice.implementation == "cpu":
         cpu.load(cache_folder() / "kernels", page_dtype=device.page_dtype)
     op = functools.partial(paged_attention, implementation=choice)
-def _open_weights(
-    path: pathlib.Path, mesh: Mesh, dtype: np.dtype, quantization: Quantization | None
-) -> WeightStore | None:
-    """Where quantised weights are kept; None for plain ones, and on several devices."""
-    if quantization is None or mesh.size > 1 or jax.process_count() > 1:
-        return None
-    forms = [
-        (form.scheme, form.implementation) for form in (quantization.layers, quantization.embedding)
-    ]
-    return WeightStore(cache_folder() / "weights", path, [dtype.name, *forms])
-
-
     sampling = choose_sampling(config, device.config, platform)
     log = {each.op: str(each) for each in (choice, sampling)}
     if device.products:
@@ -290,6 +278,18 @@ def _open_weights(
         names = " and ".join(sorted({form.implementation for form in forms}))
         log["quantized_matmul"] = f"quantized_matmul: {names}"
     return dataclasses.replace(device, attention=choice, sampling=sampling), op, log
+
+
+def _open_weights(
+    path: pathlib.Path, mesh: Mesh, dtype: np.dtype, quantization: Quantization | None
+) -> WeightStore | None:
+    """Where quantised weights are kept; None for plain ones, and on several devices."""
+    if quantization is None or mesh.size > 1 or jax.process_count() > 1:
+        return None
+    forms = [
+        (form.scheme, form.implementation) for form in (quantization.layers, quantization.embedding)
+    ]
+    return WeightStore(cache_folder() / "weights", path, [dtype.name, *forms])
 
 
 def choose_attention(
