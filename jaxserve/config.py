@@ -27,6 +27,7 @@ KV_CACHE_DTYPES = {
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DISTRIBUTED = ("off", "auto")
+EMBEDDINGS = ("off", "mean", "last")
 SPECULATIVE = ("off", "ngram")
 
 
@@ -101,6 +102,7 @@ class EngineConfig:
     max_queue_len and max_queued_tokens bound what waits; beyond them requests are refused.
     itl_target_ms: what the time between two tokens of an answer should stay below while prompts
     are computed beside it; 0 for steps as large as they can be.
+    embeddings: how hidden states are pooled where a request does not say, off for no embeddings.
     speculative: what guesses tokens, num_speculative_tokens: the most per answer and step.
     """
 
@@ -123,6 +125,8 @@ class EngineConfig:
     itl_target_ms: float = 100.0
     random_weights: bool = False
     kernels: str = "auto"
+    embeddings: str = "off"
+    prompt_logprobs: bool = False
     speculative: str = "ngram"
     num_speculative_tokens: int = 15
 
@@ -175,6 +179,10 @@ class EngineConfig:
             raise UsageError(
                 f"--speculative is {self.speculative!r}; "
                 f"it must be one of {', '.join(SPECULATIVE)}"
+            )
+        if self.embeddings not in EMBEDDINGS:
+            raise UsageError(
+                f"--embeddings is {self.embeddings!r}; it must be one of {', '.join(EMBEDDINGS)}"
             )
         if self.page_size & (self.page_size - 1):
             raise UsageError(f"--page-size is {self.page_size}; it must be a power of two")

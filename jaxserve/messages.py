@@ -65,6 +65,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepOutputs(msgspec.Struct, tag="step", array_like=True, frozen=True):
+    embedding: bytes | None = None
     """Engine to worker: everything that one engine step produced for this worker's requests."""
 
     outputs: list[Output]
@@ -89,6 +90,9 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
+    #: What else the engine was started for: the default pooling of embeddings, or none of them.
+    embeddings: str = "off"
+    prompt_logprobs: bool = False
     """Engine to every known worker, each beat and in answer to Hello.
 
     A new epoch means that the engine was restarted and knows no earlier request.

@@ -133,6 +133,14 @@ class Grammar:
     param: str
 
 
+class Score(enum.StrEnum):
+    """What is wanted of a prompt that is only read: a pooled hidden state, or log-probabilities."""
+
+    MEAN = "mean"
+    LAST = "last"
+    LOGPROBS = "logprobs"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt with one answer to come. `n` answers are n requests that share their prompt.
@@ -144,6 +152,7 @@ class GenerationRequest:
         tokeniser knows of some, such as the enders of chat turns, that the model's config does not.
     arrival: seconds of `time.monotonic()` at which the server received the request.
     grammar: the form of the answer, None for any.
+    score: the prompt is only read, for this; of `sampling` only `logprobs` counts then.
     """
 
     request_id: str
@@ -154,6 +163,7 @@ class GenerationRequest:
     arrival: float = 0.0
     eos_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
+    score: Score | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +183,8 @@ class TokenOutput:
     finish_reason is set on a request's last output and on no other; every accepted request
     gets exactly one. With FinishReason.ERROR, `error` says why.
     num_cached_tokens: prompt tokens found in the prefix cache, known from the first output on.
+    embedding: float32 numbers, for a request with `score` MEAN or LAST; with LOGPROBS `logprobs`
+    are those of the prompt's tokens from the second on.
     """
 
     request_id: str
@@ -181,6 +193,7 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    embedding: bytes | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from server.openai.completions import completions_blueprint
 from server.openai.models import models_blueprint
 from server.openai.tokenize import tokenize_blueprint
 from server.prompts import Prompts
+from server.openai.embeddings import embeddings_blueprint
 from server.responses.routes import responses_blueprint
 from server.services import Services
 from server.storage import Storage
@@ -90,6 +91,7 @@ def create_app(
         metrics_blueprint(services),
         web_blueprint(services),
     ):
+        embeddings_blueprint(services),
         app.register_blueprint(blueprint)
     return app
 

@@ -82,15 +82,28 @@ class Prompts:
         add_bos: bool | None = None,
         keep_last: int | None = None,
     ) -> list[list[int]]:
-        """Prompts that are whole as they are: texts or token ids. Raises RequestError."""
+        """Prompts that are whole as they are: texts or token ids. Raises RequestError.
+
+        param: the field that holds them.
+        """
         size = sum(_size(prompt) for prompt in prompts if isinstance(prompt, str))
+        param: str = "prompt",
 
         def assemble() -> list[list[int]]:
             return [
                 assemble_completion(self._tokenizer, prompt, add_bos=add_bos) for prompt in prompts
             ]
 
-        return [_keep(ids, keep_last) for ids in self._run(assemble, size, "prompt")]
+        try:
+            return [_keep(ids, keep_last) for ids in self._run(assemble, size, param)]
+        except RequestError as error:
+            error.param = param if error.param == "prompt" else error.param
+            raise
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Raises RequestError naming the field where the grammar cannot be enforced."""
+        if not self._grammars.knows(grammar):
+            self._run_long(lambda: self._grammars.check(grammar))
 
     def _run(self, assemble: Callable[[], Result], size: int, param: str) -> Result:
         if size > self._max_bytes:

@@ -15,7 +15,9 @@ class FakeClient:
     """Stands in for `jaxserve.client.EngineClient`; keeps what it was asked in `requests`."""
 
     def __init__(self, *, max_model_len: int = 600) -> None:
-        self.info: EngineInfo | None = EngineInfo("fake", 260, max_model_len, 20, 16, 4096)
+        self.info: EngineInfo | None = EngineInfo(
+            "fake", 260, max_model_len, 20, 16, 4096, embeddings="mean", prompt_logprobs=True
+        )
         self.num_running = self.num_waiting = 0
         self.requests: list[GenerationRequest] = []
 

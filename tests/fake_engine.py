@@ -10,6 +10,7 @@ token is a letter that depends on the last ids, the position and, above temperat
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import dataclasses
 import json
@@ -25,7 +26,7 @@ import zmq
 from jaxserve.config import EngineConfig
 from jaxserve.messages import (
     BEAT_SECONDS,
-    DEAD_AFTER_SECONDS,
+    WORKER_DEAD_AFTER_SECONDS,
     Abort,
     Beat,
     EngineInfo,
@@ -39,7 +40,7 @@ from jaxserve.messages import (
     decode_from_worker,
     encode,
 )
-from jaxserve.request import GenerationRequest, TokenLogprobs
+from jaxserve.request import GenerationRequest, Score, TokenLogprobs
 
 EOS_IDS = (257, 259)
 VOCAB = 260
@@ -71,7 +72,29 @@ class Job:
             num_cached=num_cached,
         )
 
+    def read(self) -> Output:
+        """Of a prompt that is only read: eight numbers, or -0.5 for each of its tokens."""
+        ids, score = self.request.prompt_ids, self.request.score
+        if score is not Score.LOGPROBS:
+            seen = ids if score is Score.MEAN else ids[-1:]
+            numbers = [sum((token + k) % 7 for token in seen) / len(seen) for k in range(8)]
+            return Output(0, [], "stop", embedding=array.array("f", numbers).tobytes())
+        count = self.request.sampling.logprobs or 0
+        tops = list(range(97, 97 + count))
+        logprobs = [
+            TokenLogprobs(
+                token_id=token,
+                logprob=-0.5,
+                top_ids=tops,
+                top_logprobs=[-1.0 - k for k in range(count)],
+            )
+            for token in ids[1:]
+        ]
+        return Output(0, [], "stop", logprobs=logprobs)
+
     def step(self) -> Output:
+        if self.request.score is not None:
+            return self.read()
         sampling = self.request.sampling
         position = len(self.made)
         if self.fails and position == 3:
@@ -153,6 +176,8 @@ class FakeEngine:
             max_logprobs=20,
             page_size=16,
             num_pages=self.config.num_pages or 4096,
+            embeddings=self.config.embeddings,
+            prompt_logprobs=self.config.prompt_logprobs,
         )
         return Beat(
             self.epoch, ready, info if ready else None, len(self.running), len(self.waiting)
@@ -232,6 +257,8 @@ class FakeEngine:
                 del self.running[key]
                 self.finished[output.finish_reason] += 1
             outputs[key[0]].append(msgspec.structs.replace(output, rid=key[1]))
+            if self.args.log_tokens:
+                self.note("token", id=job.request.request_id)
         for worker, batch in outputs.items():
             self.send(worker, StepOutputs(batch))
 
@@ -247,7 +274,7 @@ class FakeEngine:
             if now >= next_beat:
                 next_beat = now + BEAT_SECONDS
                 for worker, seen in list(self.workers.items()):
-                    if now - seen > DEAD_AFTER_SECONDS:
+                    if now - seen > WORKER_DEAD_AFTER_SECONDS:
                         self.forget(worker)
                     else:
                         self.send(worker, self.beat())
@@ -262,6 +289,7 @@ def main() -> None:
     parser.add_argument("--config", required=True)
     parser.add_argument("--log-level")
     parser.add_argument("--log")
+    parser.add_argument("--log-tokens", action="store_true")
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--load-seconds", type=float, default=0.0)
     parser.add_argument("--exit-code", type=int)

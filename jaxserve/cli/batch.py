@@ -103,7 +103,7 @@ def _load(
         tokenizer, template = load_tokenizer(files), load_chat_template(files)
         config = dataclasses.replace(config, max_queue_len=NO_LIMIT, max_queued_tokens=NO_LIMIT)
         engine, report = make_engine(config, path, others)
-        return engine, OpenAIApi(tokenizer, template, engine_info(report), limits)
+        return engine, OpenAIApi(tokenizer, template, engine_info(report, config), limits)
 
 
 class _Bar:

@@ -72,8 +72,24 @@ class OpenAIApi:
                 param="model",
                 code="model_not_found",
             )
+        if body.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs are not available here; leave it out",
+                param="prompt_logprobs",
+                code="unsupported_parameter",
+            )
+        if isinstance(body, CompletionBody) and body.echo:
+            self._check_echo(body)
         if body.stream:
             raise RequestError("stream is not possible in a batch; leave it out", param="stream")
+
+    def _check_echo(self, body: CompletionBody) -> None:
+        if body.logprobs is not None or body.max_tokens == 0:
+            raise RequestError(
+                "echo with logprobs, or without tokens, is not available here; leave it out",
+                param="echo",
+                code="unsupported_parameter",
+            )
 
     def _ask(self, body: ChatBody | CompletionBody, request_id: str) -> Ask:
         arrival = time.monotonic()

@@ -16,6 +16,7 @@ from jaxserve.config import (
     DEFAULT_MAX_LEN,
     DISTRIBUTED,
     DTYPES,
+    EMBEDDINGS,
     KV_CACHE_DTYPES,
     LOG_LEVELS,
     SPECULATIVE,
@@ -53,6 +54,10 @@ ENGINE_HELP: Mapping[str, str] = {
     "speculative": "ngram guesses an answer's next tokens from what followed the same words before, "
     "where confirming guesses pays; the answers stay the same",
     "num_speculative_tokens": "guesses for one answer in one step, at most",
+    "embeddings": "off, or how /v1/embeddings pools hidden states where a request does not say: mean "
+    "or last",
+    "prompt_logprobs": "make log-probabilities of prompts available (prompt_logprobs, and echo with "
+    "logprobs)",
     "kernels": "auto for the fastest implementations that work here, reference for plain jnp",
 }
 SERVER_HELP: Mapping[str, str] = {
@@ -99,6 +104,7 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "dtype": DTYPES,
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "log_level": LOG_LEVELS,
+    "embeddings": EMBEDDINGS,
     "speculative": SPECULATIVE,
 }
 _UNITS: Mapping[str, int] = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -51,6 +51,8 @@ from jaxserve.engine.quantize_choice import choose_quantization, describe
 from jaxserve.engine.report import EngineReport, log_report
 from jaxserve.engine.runner import DeviceRunner, RunnerShape
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.score_programs import EMBED, LOGPROBS, ScoreDevice
+from jaxserve.engine.scorer import Scorer
 from jaxserve.engine.step_costs import StepCosts
 from jaxserve.engine.step_device import Device, StepDevice
 from jaxserve.errors import UsageError
@@ -104,6 +106,8 @@ def make_device(
     compilation = CompilationLog()
     compilation.start()
     seconds: dict[str, float] = {}
+    if score_kinds(config) and not isinstance(hosts, OneHost):
+        raise UsageError("--embeddings and --prompt-logprobs work on one host only; leave them out")
     with _timed(seconds, "load"):
         path = model if model is not None else resolve_model(config.model, cache_folder())
         device = _load(config, path)
@@ -151,10 +155,33 @@ def make_device(
     )
     return hosts.join_device(StepDevice(device.weights, programs, make_state)), report
 
+        scorer=_make_scorer(config, device, op, max_len, store) if score_kinds(config) else None,
 
 def _runner_shape(config: EngineConfig, report: EngineReport) -> RunnerShape:
     return RunnerShape(
         buckets=report.buckets,
+def score_kinds(config: EngineConfig) -> tuple[str, ...]:
+    """What prompts can be read for."""
+    kinds = (EMBED, config.embeddings != "off"), (LOGPROBS, config.prompt_logprobs)
+    return tuple(kind for kind, wanted in kinds if wanted)
+
+
+def _make_scorer(
+    config: EngineConfig,
+    device: LoadedModel,
+    op: PagedAttentionOp,
+    max_len: int,
+    store: ProgramStore,
+) -> Scorer:
+    pages = -(-max_len // config.page_size)
+    return Scorer(
+        ScoreDevice(config, device, op, pages, score_kinds(config), store),
+        max_model_len=max_len,
+        vocab_size=device.config.vocab_size,
+        max_queue_len=config.max_queue_len,
+    )
+
+
         vocab_size=report.model.vocab_size,
         max_num_seqs=config.max_num_seqs,
         pages_per_sequence=-(-report.max_model_len // config.page_size),

@@ -11,8 +11,10 @@ import time
 from jaxserve import messages
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.link import EngineLink, Received, WorkerGone
+from jaxserve.engine.score_programs import EMBED, LOGPROBS
+from jaxserve.engine.scorer import Scorer, not_available
 from jaxserve.errors import EngineError, RefusedError, RequestError
-from jaxserve.request import FinishReason, TokenOutput
+from jaxserve.request import FinishReason, GenerationRequest, Score, TokenOutput
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -23,8 +25,14 @@ class EngineLoop:
     """Serves the workers of one link until `stop` is set."""
 
     def __init__(
-        self, engine: Engine, link: EngineLink, info: messages.EngineInfo, stop: threading.Event
+        self,
+        engine: Engine,
+        link: EngineLink,
+        info: messages.EngineInfo,
+        stop: threading.Event,
+        scorer: Scorer | None = None,
     ) -> None:
+        self._scorer = scorer
         self._engine = engine
         self._link = link
         self._info = info
@@ -43,13 +51,20 @@ class EngineLoop:
                 self._deliver(self._engine.step())
                 if self._engine.broken:
                     raise EngineError(self._engine.broken)
+            if self._scorer is not None and self._scorer.has_work:
+                self._deliver(self._scorer.step())
             status.last_turn = time.monotonic()
             status.num_running = len(self._engine.scheduler.running)
-            status.num_waiting = self._engine.scheduler.num_waiting
+            status.num_waiting = self._engine.scheduler.num_waiting + self._num_unread
+
+    @property
+    def _num_unread(self) -> int:
+        """Prompts that are only read and not read to their end."""
+        return 0 if self._scorer is None else self._scorer.num_waiting
 
     def _take_messages(self) -> None:
         """Everything that has arrived; waits only when there is nothing else to do."""
-        wait = None if self._engine.has_work else _IDLE_SECONDS
+        wait = None if self._engine.has_work or self._num_unread else _IDLE_SECONDS
         while True:
             try:
                 received = self._link.inbox.get(block=wait is not None, timeout=wait)
@@ -81,7 +96,7 @@ class EngineLoop:
         else:
             key = _key(worker, message.rid)
             try:
-                self._engine.add(dataclasses.replace(message.request, request_id=key))
+                self._add(dataclasses.replace(message.request, request_id=key))
             except RefusedError as error:
                 answer = _failure(message.rid, error, error.status, refused=error.reason)
             except RequestError as error:
@@ -93,8 +108,17 @@ class EngineLoop:
                 self._of_worker.setdefault(worker, set()).add(key)
         self._link.send(worker, messages.StepOutputs([answer]))
 
+    def _add(self, request: GenerationRequest) -> None:
+        if request.score is None:
+            self._engine.add(request)
+        elif self._scorer is None:
+            raise not_available(LOGPROBS if request.score is Score.LOGPROBS else EMBED)
+        else:
+            self._scorer.add(request)
+
     def _abort(self, key: str, reason: FinishReason) -> None:
-        if self._engine.abort(key, reason) is not None:
+        read = self._scorer is not None and self._scorer.abort(key)
+        if read or self._engine.abort(key, reason) is not None:
             self._forget(key)
 
     def _forget(self, key: str) -> tuple[bytes, int]:
@@ -121,6 +145,7 @@ class EngineLoop:
                     output.logprobs,
                     output.error,
                     status=500 if output.error else 0,
+                    embedding=output.embedding,
                 )
             )
         for worker, items in by_worker.items():

@@ -60,7 +60,7 @@ def _run(config: EngineConfig, hosts: HostsConfig, address: str, stop: _StopSign
         with lead(hosts, config) as others:
             engine, report = make_engine(config, hosts=others)
             stop.serving = True
-            EngineLoop(engine, link, engine_info(report), stop.event).run()
+            EngineLoop(engine, link, engine_info(report, config), stop.event, report.scorer).run()
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -91,7 +91,7 @@ class _StopSignal:
             raise _StoppedError
 
 
-def engine_info(report: EngineReport) -> EngineInfo:
+def engine_info(report: EngineReport, config: EngineConfig) -> EngineInfo:
     """What the front end must know."""
     return EngineInfo(
         model_name=report.model_name,
@@ -100,6 +100,8 @@ def engine_info(report: EngineReport) -> EngineInfo:
         max_logprobs=MAX_LOGPROBS,
         page_size=report.page_size,
         num_pages=report.memory.num_pages,
+        embeddings=config.embeddings,
+        prompt_logprobs=config.prompt_logprobs,
     )
 
 

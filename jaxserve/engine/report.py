@@ -11,6 +11,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.engine.buckets import Bucket
 from jaxserve.engine.compilation import CompilationLog
 from jaxserve.engine.memory import MemoryPlan
+from jaxserve.engine.scorer import Scorer
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -20,7 +21,8 @@ class EngineReport:
     """All choices of one engine.
 
     num_programs: the engine's own; num_loaded: those of them that came from disk.
-    seconds: how long load, kernels, plan and compile took.
+    seconds: how long load, kernels, plan and compile took. scorer: None unless the engine was asked
+    to read prompts for embeddings or log-probabilities.
     """
 
     model: ModelConfig
@@ -38,6 +40,7 @@ class EngineReport:
     num_loaded: int
     seconds: dict[str, float]
     page_size: int
+    scorer: Scorer | None = None
 
     @property
     def num_tokens(self) -> int:

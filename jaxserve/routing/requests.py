@@ -57,7 +57,7 @@ def make_generation_requests(ask: Ask, info: EngineInfo) -> list[GenerationReque
     seed = random_seed() if sampling.seed is None else sampling.seed
     requests: list[GenerationRequest] = []
     for prompt_ids in ask.prompts:
-        _check_prompt(prompt_ids, info.vocab_size, ask.prompt_param)
+        check_prompt(prompt_ids, info.vocab_size, ask.prompt_param)
         max_tokens = answer_length(
             info,
             len(prompt_ids),
@@ -87,7 +87,8 @@ def make_generation_requests(ask: Ask, info: EngineInfo) -> list[GenerationReque
     return requests
 
 
-def _check_prompt(prompt_ids: list[int], vocab_size: int, param: str) -> None:
+def check_prompt(prompt_ids: list[int], vocab_size: int, param: str) -> None:
+    """Raises RequestError, naming the field `param`, for an empty prompt and for unknown ids."""
     if not prompt_ids:
         raise RequestError("the prompt is empty; it needs at least one token", param=param)
     low, high = min(prompt_ids), max(prompt_ids)

@@ -66,13 +66,7 @@ def completion_ask(
 ) -> Ask:
     """A completion's prompts, one or many. Raises RequestError naming the field."""
     refuse_unsupported(body)
-    if body.echo and body.logprobs is not None:
-        raise RequestError(
-            "echo with logprobs is not supported: the prompt's are not computed",
-            param="echo",
-            code="unsupported_parameter",
-        )
-    texts = read_prompts(body.prompt)
+    texts = read_texts(body.prompt)
     sampling = sampling_params(body, tokenizer, config)
     n = choices(body, config)
     if len(texts) * n > MAX_PROMPTS:
@@ -96,20 +90,25 @@ def completion_ask(
     )
 
 
-def read_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """A string, a list of strings, token ids, or a list of lists of them: always as a list."""
-    items = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
+def read_texts(
+    given: str | list[Any], *, param: str = "prompt", most: int = MAX_PROMPTS
+) -> list[str | list[int]]:
+    """A string, a list of strings, token ids, or a list of lists of them: always as a list.
+
+    param: the field that holds it. Raises RequestError.
+    """
+    items = [given] if isinstance(given, str) or _is_ids(given) else given
     if not items:
-        raise RequestError("prompt must not be empty", param="prompt")
-    if len(items) > MAX_PROMPTS:
+        raise RequestError(f"{param} must not be empty", param=param)
+    if len(items) > most:
         raise RequestError(
-            f"prompt holds {len(items)} prompts; at most {MAX_PROMPTS} are taken", param="prompt"
+            f"{param} holds {len(items)} of them; at most {most} are taken", param=param
         )
     if all(isinstance(item, str) for item in items) or all(_is_ids(item) for item in items):
         return list(items)
     raise RequestError(
-        "prompt must be a string, a list of strings, a list of token ids or a list of such lists",
-        param="prompt",
+        f"{param} must be a string, a list of strings, a list of token ids or a list of such lists",
+        param=param,
         code="invalid_type",
     )
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import flask
 import msgspec
 
+from jaxserve.request import Score, TokenLogprobs
 from server.body import read_json
 from server.generation import Generation
 from server.openai.ask import chat_ask
 from server.openai.chat_answer import ChatAnswer
 from server.openai.schema import ChatBody
+from server.scores import check_prompt_logprobs, read_scores
 from server.services import Services
 
 
@@ -19,6 +21,7 @@ def chat_blueprint(services: Services) -> flask.Blueprint:
 
     @blueprint.post("/v1/chat/completions")
     def chat_completions() -> flask.Response:
+        """Answers a chat."""
         body = read_json(ChatBody, services.config.max_body_bytes)
         model = services.check_model(body.model)
         ask = chat_ask(
@@ -29,11 +32,24 @@ def chat_blueprint(services: Services) -> flask.Blueprint:
             request_id=flask.g.request_id,
             arrival=flask.g.arrival,
         )
+        scores = _prompt_scores(services, body, ask.prompts)
         generation = Generation(services, ask)
-        answer = ChatAnswer(services.tokenizer, body, model, generation.readers)
+        answer = ChatAnswer(services.tokenizer, body, model, generation.readers, scores)
         if body.stream:
             return generation.stream(answer.events(generation.pieces()))
         whole = answer.whole(generation.whole())
         return flask.Response(msgspec.json.encode(whole), mimetype="application/json")
 
     return blueprint
+
+
+def _prompt_scores(
+    services: Services, body: ChatBody, prompts: list[list[int]]
+) -> list[TokenLogprobs] | None:
+    """What is wanted of the prompt's own tokens, read before anything is answered."""
+    if body.prompt_logprobs is None:
+        return None
+    check_prompt_logprobs(services, "prompt_logprobs")
+    most = body.prompt_logprobs
+    outputs = read_scores(services, prompts, Score.LOGPROBS, param="messages", logprobs=most)
+    return outputs[0].logprobs or []

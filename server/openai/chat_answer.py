@@ -8,20 +8,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxserve.request import RequestOutput
+from jaxserve.request import RequestOutput, TokenLogprobs
 from jaxserve.tokenizer.protocol import Tokenizer
 from server import sse
 from server.answers import AnswerReader
-from server.openai.response import Json, answer_head, chat_logprobs, finish_fields, usage
+from server.openai.response import (
+    Json,
+    answer_head,
+    chat_logprobs,
+    finish_fields,
+    prompt_logprobs,
+    usage,
+)
 from server.openai.schema import ChatBody
 
 
 class ChatAnswer:
-    """Writes the answer to one request. readers: one per choice."""
+    """Writes the answer to one request. readers: one per choice.
+
+    scores: log-probabilities of the prompt's tokens from the second on, if wanted.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, body: ChatBody, model: str, readers: Sequence[AnswerReader]
+        self,
+        tokenizer: Tokenizer,
+        body: ChatBody,
+        model: str,
+        readers: Sequence[AnswerReader],
+        scores: Sequence[TokenLogprobs] | None = None,
     ) -> None:
+        self._scores = scores
         self._tokenizer = tokenizer
         self._body = body
         self._model = model
@@ -43,6 +59,9 @@ class ChatAnswer:
         answer["usage"] = self._usage()
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._readers[0].request.prompt_ids
+        if self._scores is not None:
+            first = self._readers[0].request.prompt_ids[0]
+            answer["prompt_logprobs"] = prompt_logprobs(self._tokenizer, first, self._scores)
         return answer
 
     def events(self, pieces: Iterable[tuple[int, RequestOutput]]) -> Iterator[bytes]:

@@ -5,19 +5,30 @@ Knows neither Flask's routes nor the engine: `jaxserve batch` comes this way, to
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxserve.request import RequestOutput
+from jaxserve.request import RequestOutput, TokenLogprobs
 from jaxserve.tokenizer.protocol import Tokenizer
 from server import sse
 from server.answers import AnswerReader
-from server.openai.ask import read_prompts
-from server.openai.response import CompletionLogprobs, Json, answer_head, finish_fields, usage
+from server.openai.ask import read_texts
+from server.openai.response import (
+    CompletionLogprobs,
+    Json,
+    answer_head,
+    finish_fields,
+    prompt_logprobs,
+    usage,
+)
 from server.openai.schema import CompletionBody
 
 
 class CompletionAnswer:
-    """Writes the answer to one request. readers: one per answer, those of a prompt side by side."""
+    """Writes the answer to one request. readers: one per answer, those of a prompt side by side.
+
+    scores: of each prompt, the log-probabilities of its tokens from the second on, if wanted.
+    """
 
     def __init__(
         self,
@@ -25,11 +36,13 @@ class CompletionAnswer:
         body: CompletionBody,
         model: str,
         readers: Sequence[AnswerReader],
+        scores: Sequence[Sequence[TokenLogprobs]] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._body = body
         self._readers = readers
-        self._prompts = read_prompts(body.prompt)
+        self._scores = scores
+        self._prompts = read_texts(body.prompt)
         self._n = len(readers) // len(self._prompts)
         self._head = answer_head("cmpl", "text_completion", model)
         self._logprobs = [
@@ -72,17 +85,35 @@ class CompletionAnswer:
             yield sse.event({**self._head, "choices": [], "usage": self._usage()})
 
     def _choice(self, index: int, piece: RequestOutput, text: str, *, first: bool) -> Json:
-        choice: Json = {
-            "index": index,
-            "text": text,
-            "logprobs": self._logprobs[index](piece.logprobs),
-            **finish_fields(piece),
-        }
+        logprobs = self._echoed_logprobs(index) if first else None
+        made = self._logprobs[index](piece.logprobs)
+        if logprobs is not None and made is not None:
+            made = {name: logprobs[name] + made[name] for name in logprobs}
+        choice: Json = {"index": index, "text": text, "logprobs": made, **finish_fields(piece)}
+        if first and self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, *self._score(index))
         if self._body.return_token_ids:
             choice["token_ids"] = piece.token_ids
             if first:
                 choice["prompt_token_ids"] = self._readers[index].request.prompt_ids
         return choice
+
+    def _score(self, index: int) -> tuple[int, Sequence[TokenLogprobs]]:
+        """The first token of an answer's prompt, and what is known of the others."""
+        return self._readers[index].request.prompt_ids[0], self._scores[index // self._n]
+
+    def _echoed_logprobs(self, index: int) -> Json | None:
+        if not self._body.echo or self._body.logprobs is None:
+            return None
+        first, tokens = self._score(index)
+        wanted = self._body.logprobs
+        cut = [
+            dataclasses.replace(
+                token, top_ids=token.top_ids[:wanted], top_logprobs=token.top_logprobs[:wanted]
+            )
+            for token in tokens
+        ]
+        return self._logprobs[index].prompt(first, cut)
 
     def _echo(self, index: int) -> str:
         """The prompt's text, if it was asked for."""

@@ -18,7 +18,8 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 _WHOLE = frozenset(
     {"max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "seed", "top_k"}
     | {"logprobs", "top_logprobs", "stop_token_ids", "allowed_token_ids", "prompt", "tokens"}
-    | {"truncate_prompt_tokens", "priority"}
+    | {"truncate_prompt_tokens", "priority", "prompt_logprobs", "input", "dimensions"}
+    | {"max_output_tokens"}
 )
 _AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$", re.S)
 _UNKNOWN = re.compile(r"unknown field `(.*)`", re.S)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import RequestError
+from jaxserve.request import MAX_LOGPROBS
 from server.openai.schema import Body, ChatBody, CompletionBody, GenerationBody
 
 #: field -> (values besides null that ask for nothing, what to do instead)
@@ -42,16 +43,15 @@ _COMPLETION: Refusals = {
     "response_format": ((_TEXT_FORMAT,), "only plain text answers are supported"),
     "suffix": (("",), "inserting text before a suffix is not supported"),
 }
-_BOTH: Refusals = {
-    "prompt_logprobs": ((), "log-probabilities of the prompt are not supported"),
-}
 
 
 def refuse_unsupported(body: GenerationBody) -> None:
     """Raises RequestError for the first field that asks for something we do not have."""
-    refuse_fields(body, {**_BOTH, **(_CHAT if isinstance(body, ChatBody) else _COMPLETION)})
+    refuse_fields(body, _CHAT if isinstance(body, ChatBody) else _COMPLETION)
     if isinstance(body, CompletionBody):
         _check_best_of(body)
+    if body.prompt_logprobs is not None:
+        _check_prompt_logprobs(body.prompt_logprobs, stream=bool(body.stream))
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise RequestError(
             "stream_options.include_obfuscation is not supported by this server; leave it out",
@@ -74,6 +74,19 @@ def refuse_fields(body: Body, refusals: Refusals) -> None:
             f"{name} is not supported by this server: {reason}; leave it out",
             param=name,
             code="unsupported_parameter",
+        )
+
+
+def _check_prompt_logprobs(wanted: int, *, stream: bool) -> None:
+    if stream:
+        raise RequestError(
+            "prompt_logprobs come with whole answers only; leave out stream",
+            param="prompt_logprobs",
+            code="unsupported_parameter",
+        )
+    if not 0 <= wanted <= MAX_LOGPROBS:
+        raise RequestError(
+            f"prompt_logprobs is {wanted}; it must be 0 to {MAX_LOGPROBS}", param="prompt_logprobs"
         )
 
 

@@ -75,16 +75,48 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs] | None) 
     return {"content": content, "refusal": None}
 
 
-class CompletionLogprobs:
-    """Completions' format; keeps count of where in the text each token begins.
+def prompt_logprobs(
+    tokenizer: Tokenizer, first: int, tokens: Sequence[TokenLogprobs]
+) -> list[Json | None]:
+    """vLLM's format: nothing for the prompt's first token, then by token id.
 
-    start: characters before the answer (an echoed prompt).
+    rank: among all tokens, from 1 on; null for a token of the prompt that is not among the
+    alternatives that were asked for.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool, start: int = 0) -> None:
+    def entry(token_id: int, logprob: float, rank: int | None) -> Json:
+        text = tokenizer.token_text(token_id)
+        return {"logprob": max(logprob, _LOWEST), "rank": rank, "decoded_token": text}
+
+    found: list[Json | None] = [None]
+    for token in tokens:
+        shown = {str(token.token_id): entry(token.token_id, token.logprob, None)}
+        tops = zip(token.top_ids, token.top_logprobs, strict=True)
+        for rank, (token_id, logprob) in enumerate(tops, 1):
+            shown[str(token_id)] = entry(token_id, logprob, rank)
+        found.append(shown)
+    return found
+
+
+class CompletionLogprobs:
+    """Completions' format; keeps count of where in the text each token begins."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._text = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
-        self._offset = start
+        self._offset = 0
+
+    def prompt(self, first: int, tokens: Sequence[TokenLogprobs]) -> Json:
+        """The entries of an echoed prompt, whose first token has no log-probability."""
+        self._offset += len(self._text.push([first]))
+        rest = self(tokens)
+        assert rest is not None
+        return {
+            "tokens": [self._show(first), *rest["tokens"]],
+            "token_logprobs": [None, *rest["token_logprobs"]],
+            "top_logprobs": [None, *rest["top_logprobs"]],
+            "text_offset": [0, *rest["text_offset"]],
+        }
 
     def __call__(self, tokens: Sequence[TokenLogprobs] | None) -> Json | None:
         """The entries of the next tokens."""

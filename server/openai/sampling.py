@@ -68,6 +68,8 @@ def _max_tokens(body: GenerationBody) -> int | None:
     value, name = body.max_tokens, max_tokens_field(body)
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         value = body.max_completion_tokens
+    if value == 0 and isinstance(body, CompletionBody) and body.echo and not body.stream:
+        return 1  # the route generates nothing
     if value is not None and value < 1:
         raise RequestError(f"{name} is {value}; it must be at least 1", param=name)
     if value is None and isinstance(body, CompletionBody):

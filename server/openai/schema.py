@@ -54,7 +54,7 @@ class GenerationBody(Body, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
-    prompt_logprobs: Any = None
+    prompt_logprobs: int | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -99,6 +99,22 @@ class CompletionBody(GenerationBody, kw_only=True):
     best_of: int | None = None
     suffix: Any = None
     response_format: Any = None
+
+
+class EmbeddingsBody(Body, kw_only=True):
+    """POST /v1/embeddings. input as CompletionBody's prompt.
+
+    pooling: mean or last; normalize false leaves the vectors as long as they are.
+    """
+
+    input: str | list[Any]
+    dimensions: int | None = None
+    encoding_format: str | None = None
+    user: str | None = None
+    pooling: str | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 class TokenizeBody(Body, kw_only=True):

@@ -221,7 +221,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": [""]}, "bad_words"),
     ({"bad_words": ["longer than eight tokens"]}, "bad_words"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"priority": 2**70}, "priority"),
     ({"model": "other"}, "model"),
 ]
@@ -263,7 +264,7 @@ REFUSED_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a"] * 200, "n": 2}, "n"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"echo": True, "stream": True, "max_tokens": 0}, "max_tokens"),
     ({"best_of": 3}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"messages": []}, "messages"),
