@@ -62,10 +62,10 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     status: int = 0
     #: The request's field that a refusal is about.
     param: str | None = None
+    embedding: bytes | None = None
 
 
 class StepOutputs(msgspec.Struct, tag="step", array_like=True, frozen=True):
-    embedding: bytes | None = None
     """Engine to worker: everything that one engine step produced for this worker's requests."""
 
     outputs: list[Output]
@@ -87,12 +87,12 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
     max_logprobs: int
     page_size: int
     num_pages: int
-
-
-class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     #: What else the engine was started for: the default pooling of embeddings, or none of them.
     embeddings: str = "off"
     prompt_logprobs: bool = False
+
+
+class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     """Engine to every known worker, each beat and in answer to Hello.
 
     A new epoch means that the engine was restarted and knows no earlier request.

@@ -26,10 +26,10 @@ from server.health import health_blueprint
 from server.metrics import metrics_blueprint
 from server.openai.chat import chat_blueprint
 from server.openai.completions import completions_blueprint
+from server.openai.embeddings import embeddings_blueprint
 from server.openai.models import models_blueprint
 from server.openai.tokenize import tokenize_blueprint
 from server.prompts import Prompts
-from server.openai.embeddings import embeddings_blueprint
 from server.responses.routes import responses_blueprint
 from server.services import Services
 from server.storage import Storage
@@ -81,6 +81,7 @@ def create_app(
     for blueprint in (
         chat_blueprint(services),
         completions_blueprint(services),
+        embeddings_blueprint(services),
         messages_blueprint(services),
         responses_blueprint(services),
         files_blueprint(services, files),
@@ -91,7 +92,6 @@ def create_app(
         metrics_blueprint(services),
         web_blueprint(services),
     ):
-        embeddings_blueprint(services),
         app.register_blueprint(blueprint)
     return app
 

@@ -81,13 +81,13 @@ class Prompts:
         *,
         add_bos: bool | None = None,
         keep_last: int | None = None,
+        param: str = "prompt",
     ) -> list[list[int]]:
         """Prompts that are whole as they are: texts or token ids. Raises RequestError.
 
         param: the field that holds them.
         """
         size = sum(_size(prompt) for prompt in prompts if isinstance(prompt, str))
-        param: str = "prompt",
 
         def assemble() -> list[list[int]]:
             return [
@@ -99,11 +99,6 @@ class Prompts:
         except RequestError as error:
             error.param = param if error.param == "prompt" else error.param
             raise
-
-    def check_grammar(self, grammar: Grammar) -> None:
-        """Raises RequestError naming the field where the grammar cannot be enforced."""
-        if not self._grammars.knows(grammar):
-            self._run_long(lambda: self._grammars.check(grammar))
 
     def _run(self, assemble: Callable[[], Result], size: int, param: str) -> Result:
         if size > self._max_bytes:

@@ -102,9 +102,9 @@ SAMPLING_HELP: Mapping[str, str] = {
 _CHOICES: Mapping[str, Collection[str]] = {
     "distributed": DISTRIBUTED,
     "dtype": DTYPES,
+    "embeddings": EMBEDDINGS,
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "log_level": LOG_LEVELS,
-    "embeddings": EMBEDDINGS,
     "speculative": SPECULATIVE,
 }
 _UNITS: Mapping[str, int] = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -103,11 +103,11 @@ def make_device(
     """
     hosts = hosts or OneHost()
     config.validate()
+    if score_kinds(config) and not isinstance(hosts, OneHost):
+        raise UsageError("--embeddings and --prompt-logprobs work on one host only; leave them out")
     compilation = CompilationLog()
     compilation.start()
     seconds: dict[str, float] = {}
-    if score_kinds(config) and not isinstance(hosts, OneHost):
-        raise UsageError("--embeddings and --prompt-logprobs work on one host only; leave them out")
     with _timed(seconds, "load"):
         path = model if model is not None else resolve_model(config.model, cache_folder())
         device = _load(config, path)
@@ -152,14 +152,11 @@ def make_device(
         num_loaded=store.num_loaded,
         seconds=seconds,
         page_size=config.page_size,
+        scorer=_make_scorer(config, device, op, max_len, store) if score_kinds(config) else None,
     )
     return hosts.join_device(StepDevice(device.weights, programs, make_state)), report
 
-        scorer=_make_scorer(config, device, op, max_len, store) if score_kinds(config) else None,
 
-def _runner_shape(config: EngineConfig, report: EngineReport) -> RunnerShape:
-    return RunnerShape(
-        buckets=report.buckets,
 def score_kinds(config: EngineConfig) -> tuple[str, ...]:
     """What prompts can be read for."""
     kinds = (EMBED, config.embeddings != "off"), (LOGPROBS, config.prompt_logprobs)
@@ -182,6 +179,9 @@ def _make_scorer(
     )
 
 
+def _runner_shape(config: EngineConfig, report: EngineReport) -> RunnerShape:
+    return RunnerShape(
+        buckets=report.buckets,
         vocab_size=report.model.vocab_size,
         max_num_seqs=config.max_num_seqs,
         pages_per_sequence=-(-report.max_model_len // config.page_size),
