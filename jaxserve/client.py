@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +47,8 @@ from jaxserve.request import GenerationRequest
 ACCEPT_SECONDS = 30.0
 #: What a last goodbye may take.
 LINGER_MILLISECONDS = 200
+#: How often in a beat the line is listened to.
+_ROUNDS_PER_BEAT = 4
 #: Messages that are read before other greenlets get their turn.
 _READ_IN_A_ROW = 16
 
@@ -178,7 +179,8 @@ class EngineClient:
         self._info: EngineInfo | None = None
         self._epoch: str | None = None
         self._engine_ready = False
-        self._last_beat = float("-inf")
+        self._silence = 0.0
+        self._num_heard = 0
         self._dead_after = dead_after
         self._submissions: dict[int, Submission] = {}
         self._metrics: dict[int, AsyncResult] = {}
@@ -213,7 +215,7 @@ class EngineClient:
         """Why the engine cannot answer, in words; None if it can."""
         if self._epoch is None:
             return "the engine is not running; it is starting or being restarted"
-        if time.monotonic() - self._last_beat > self._dead_after:
+        if self._silence >= self._dead_after:
             return f"the engine has not been heard of for {self._dead_after:g} seconds"
         if not self._engine_ready or self._info is None:
             return "the engine is loading the model"
@@ -283,6 +285,8 @@ class EngineClient:
             if number % _READ_IN_A_ROW == 0:
                 gevent.sleep(0)  # receiving does not wait while messages are there
             message = decode_from_engine(self._socket.recv())
+            self._num_heard += 1
+            self._silence = 0.0
             if isinstance(message, StepOutputs):
                 for output in message.outputs:
                     submission = self._submissions.get(output.rid)
@@ -295,7 +299,6 @@ class EngineClient:
                 self._heard(message)
 
     def _heard(self, beat: Beat) -> None:
-        self._last_beat = time.monotonic()
         if beat.epoch != self._epoch:
             self._lost("the engine was restarted")
             self._epoch = beat.epoch
@@ -317,10 +320,20 @@ class EngineClient:
             answer.set_exception(EngineGoneError(reason))
 
     def _beat(self) -> None:
-        while True:
-            self._send(Hello(os.getpid()))
-            gevent.sleep(BEAT_SECONDS)
-            if self._epoch is not None and time.monotonic() - self._last_beat > self._dead_after:
+        """Greets the engine each beat, and listens for its silence in rounds of this loop.
+
+        A round is one turn of the event loop, in which `_read` was given whatever had come. When
+        thousands of requests arrive at once turns are long: the clock alone would take our own
+        slowness for the engine's.
+        """
+        for number in itertools.count():
+            if number % _ROUNDS_PER_BEAT == 0:
+                self._send(Hello(os.getpid()))
+            heard = self._num_heard
+            gevent.sleep(BEAT_SECONDS / _ROUNDS_PER_BEAT)
+            if self._num_heard == heard:
+                self._silence += BEAT_SECONDS / _ROUNDS_PER_BEAT
+            if self._epoch is not None and self._silence >= self._dead_after:
                 self._lost("the engine stopped answering")
 
     def _monitor(self) -> None:

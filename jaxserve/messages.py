@@ -13,8 +13,11 @@ import msgspec
 from jaxserve.request import GenerationRequest, TokenLogprobs
 
 BEAT_SECONDS = 1.0
-#: Silence after which the other side counts as gone.
-DEAD_AFTER_SECONDS = 5.0
+#: Silence after which the engine counts as gone: beats it sends from a thread of its own.
+DEAD_AFTER_SECONDS = 4.0
+#: The same for a worker, which may be busy with thousands of new requests. One that died is noticed
+#: at once, when the next message to it finds no connection.
+WORKER_DEAD_AFTER_SECONDS = 30.0
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):

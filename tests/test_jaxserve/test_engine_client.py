@@ -190,3 +190,16 @@ def test_outputs_before_all_are_accepted_are_kept() -> None:
     made.deliver(8, Output(8, []))
     made.accept()
     assert made.get() == [(0, Output(7, [5]))]
+
+
+def test_a_busy_worker_does_not_take_its_own_silence_for_the_engines(
+    engine: Engine, client: EngineClient
+) -> None:
+    engine()
+    assert client.wait_ready(20)
+    slow = client.submit([request("@pause:50@", max_tokens=60)])
+    slow.accept()
+    for _ in range(2):
+        time.sleep(2.0)  # the whole loop stands still, for longer than the engine may be silent
+        gevent.sleep(0)
+    assert len(tokens(slow, 1)[0]) == 60
