@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from jaxserve import messages
-from jaxserve.messages import BEAT_SECONDS, DEAD_AFTER_SECONDS
+from jaxserve.messages import BEAT_SECONDS, WORKER_DEAD_AFTER_SECONDS
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -146,7 +146,7 @@ class EngineLink:
 
     def _beat_all(self) -> None:
         data = messages.encode(self._beat())
-        silent_since = time.monotonic() - DEAD_AFTER_SECONDS
+        silent_since = time.monotonic() - WORKER_DEAD_AFTER_SECONDS
         for worker, seen in list(self._last_seen.items()):
             if seen < silent_since:
                 self._drop(worker)
