@@ -29,6 +29,7 @@ from server.openai.completions import completions_blueprint
 from server.openai.embeddings import embeddings_blueprint
 from server.openai.models import models_blueprint
 from server.openai.tokenize import tokenize_blueprint
+from server.openapi import openapi_blueprint
 from server.prompts import Prompts
 from server.responses.routes import responses_blueprint
 from server.services import Services
@@ -88,6 +89,7 @@ def create_app(
         batches_blueprint(services, batches, files),
         models_blueprint(services),
         tokenize_blueprint(services),
+        openapi_blueprint(),
         health_blueprint(services),
         metrics_blueprint(services),
         web_blueprint(services),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import flask
 
 from jaxserve.errors import EngineGoneError
+from server.described import TEXT, Description, described
 from server.services import Services
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -16,6 +17,7 @@ def metrics_blueprint(services: Services) -> flask.Blueprint:
     blueprint = flask.Blueprint("metrics", __name__)
 
     @blueprint.get("/metrics")
+    @described(Description(answers=(TEXT,)))
     def metrics() -> flask.Response:
         text, up = "", 1
         try:

@@ -12,6 +12,12 @@ from jaxserve.errors import RequestError
 
 MAX_LIMIT = 10_000
 DEFAULT_LIMIT = 20
+_ORDERS = ("asc", "desc")
+PAGE_QUERY: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT},
+    "order": {"enum": list(_ORDERS)},
+    "after": {"type": "string"},
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +36,7 @@ def read_page(*also: str, default_limit: int = DEFAULT_LIMIT) -> Page:
     """
     arguments = flask.request.args
     for name in arguments:
-        if name not in ("limit", "order", "after", *also):
+        if name not in (*PAGE_QUERY, *also):
             raise RequestError(
                 f"unknown query parameter {name[:64]!r}", param=name[:64], code="unknown_parameter"
             )
@@ -38,7 +44,7 @@ def read_page(*also: str, default_limit: int = DEFAULT_LIMIT) -> Page:
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_LIMIT):
         raise RequestError(f"limit is {text[:20]!r}; it must be 1 to {MAX_LIMIT}", param="limit")
     order = arguments.get("order", "desc")
-    if order not in ("asc", "desc"):
+    if order not in _ORDERS:
         raise RequestError(f"order is {order[:20]!r}; it must be asc or desc", param="order")
     after = arguments.get("after") or None
     return Page(limit=int(text), after=after, descending=order == "desc")

@@ -17,8 +17,14 @@ from server import sse
 from server.anthropic.answer import MessageAnswer
 from server.anthropic.errors import anthropic_error
 from server.anthropic.read import to_chat
-from server.anthropic.schema import CountTokensBody, MessagesBody
+from server.anthropic.schema import (
+    PROMPT_REFUSALS,
+    REFUSALS,
+    CountTokensBody,
+    MessagesBody,
+)
 from server.body import read_json
+from server.described import EVENTS, JSON, Description, described
 from server.errors import error_response
 from server.generation import Generation
 from server.openai.ask import chat_ask
@@ -34,6 +40,7 @@ def messages_blueprint(services: Services) -> flask.Blueprint:
     blueprint.after_request(_send_request_id)
 
     @blueprint.post("/v1/messages")
+    @described(Description(body=MessagesBody, refusals=REFUSALS, answers=(JSON, EVENTS)))
     def messages() -> flask.Response:
         """Answers a conversation, as Anthropic's API does."""
         _check_version()
@@ -49,6 +56,7 @@ def messages_blueprint(services: Services) -> flask.Blueprint:
         return flask.Response(msgspec.json.encode(whole), mimetype="application/json")
 
     @blueprint.post("/v1/messages/count_tokens")
+    @described(Description(body=CountTokensBody, refusals=PROMPT_REFUSALS))
     def count_tokens() -> dict[str, Any]:
         """How many tokens the prompt of such a conversation has."""
         _check_version()

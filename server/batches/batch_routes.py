@@ -13,8 +13,9 @@ from server.batches.file_routes import check_kept_seconds
 from server.batches.files import FileStore
 from server.batches.line import ENDPOINTS
 from server.body import read_json
+from server.described import Description, described
 from server.openai.schema import Body
-from server.paging import list_body, read_page
+from server.paging import PAGE_QUERY, list_body, read_page
 from server.services import Services
 from server.tenant import current_tenant
 
@@ -41,6 +42,7 @@ def batches_blueprint(services: Services, batches: BatchStore, files: FileStore)
     blueprint = flask.Blueprint("batches", __name__)
 
     @blueprint.post("/v1/batches")
+    @described(Description(body=BatchBody))
     def create_batch() -> dict[str, Any]:
         """Begins to answer all requests of a file."""
         body = read_json(BatchBody, services.config.max_body_bytes)
@@ -63,6 +65,7 @@ def batches_blueprint(services: Services, batches: BatchStore, files: FileStore)
         return batches.create(_fields(body), model=model, tenant=tenant)
 
     @blueprint.get("/v1/batches")
+    @described(Description(query=PAGE_QUERY))
     def list_batches() -> dict[str, Any]:
         """All batches, newest first."""
         page = read_page()

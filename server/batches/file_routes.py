@@ -20,7 +20,8 @@ from werkzeug.formparser import FormDataParser
 
 from jaxserve.errors import RequestError
 from server.batches.files import KEPT_SECONDS, FileStore, new_file_id
-from server.paging import list_body, read_page
+from server.described import BYTES, Description, described
+from server.paging import PAGE_QUERY, list_body, read_page
 from server.services import Services
 from server.storage import named_errors
 from server.tenant import current_tenant
@@ -28,8 +29,22 @@ from server.tenant import current_tenant
 #: Seconds that an upload may take.
 UPLOAD_SECONDS = 1800.0
 _FORM_BYTES = 64 * 1024
-_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 _LEAST_KEPT, _LONGEST_KEPT = 3600, 30 * 86400
+_FORM: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": _LEAST_KEPT,
+            "maximum": _LONGEST_KEPT,
+        },
+    },
+    "additionalProperties": False,
+}
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,255}")
 
 
@@ -39,6 +54,7 @@ def files_blueprint(services: Services, files: FileStore) -> flask.Blueprint:
     max_bytes = services.config.max_file_bytes
 
     @blueprint.post("/v1/files")
+    @described(Description(form=_FORM))
     def upload_file() -> dict[str, Any]:
         """Keeps a file, sent as multipart/form-data with its purpose."""
         file_id = new_file_id()
@@ -57,6 +73,7 @@ def files_blueprint(services: Services, files: FileStore) -> flask.Blueprint:
             files.discard(file_id)
 
     @blueprint.get("/v1/files")
+    @described(Description(query={**PAGE_QUERY, "purpose": {"type": "string"}}))
     def list_files() -> dict[str, Any]:
         """The files that are kept, newest first."""
         page = read_page("purpose", default_limit=10_000)
@@ -69,6 +86,7 @@ def files_blueprint(services: Services, files: FileStore) -> flask.Blueprint:
         return files.get(file_id, current_tenant())
 
     @blueprint.get("/v1/files/<file_id>/content")
+    @described(Description(answers=(BYTES,)))
     def file_content(file_id: str) -> flask.Response:
         """The bytes of a file."""
         found = files.get(file_id, current_tenant())
@@ -120,7 +138,7 @@ def _receive(files: FileStore, file_id: str, max_bytes: int) -> tuple[MultiDict[
     try:
         form, sent = _parse(parser, max_bytes)
         for name in form:
-            if name not in _FIELDS:
+            if name not in _FORM["properties"]:
                 raise RequestError(
                     f"unknown parameter {name[:64]!r}", param=name[:64], code="unknown_parameter"
                 )

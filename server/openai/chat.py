@@ -7,9 +7,11 @@ import msgspec
 
 from jaxserve.request import Score, TokenLogprobs
 from server.body import read_json
+from server.described import EVENTS, JSON, Description, described
 from server.generation import Generation
 from server.openai.ask import chat_ask
 from server.openai.chat_answer import ChatAnswer
+from server.openai.fields import refusals
 from server.openai.schema import ChatBody
 from server.scores import check_prompt_logprobs, read_scores
 from server.services import Services
@@ -20,6 +22,7 @@ def chat_blueprint(services: Services) -> flask.Blueprint:
     blueprint = flask.Blueprint("chat", __name__)
 
     @blueprint.post("/v1/chat/completions")
+    @described(Description(body=ChatBody, refusals=refusals(ChatBody), answers=(JSON, EVENTS)))
     def chat_completions() -> flask.Response:
         """Answers a chat."""
         body = read_json(ChatBody, services.config.max_body_bytes)

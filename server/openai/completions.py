@@ -12,9 +12,11 @@ from jaxserve.request import FinishReason, RequestOutput, Score, TokenLogprobs
 from jaxserve.routing.requests import Ask, make_generation_requests
 from server.answers import AnswerReader
 from server.body import read_json
+from server.described import EVENTS, JSON, Description, described
 from server.generation import Generation
 from server.openai.ask import completion_ask
 from server.openai.completion_answer import CompletionAnswer
+from server.openai.fields import refusals
 from server.openai.schema import CompletionBody
 from server.scores import check_prompt_logprobs, read_scores
 from server.services import Services
@@ -25,6 +27,9 @@ def completions_blueprint(services: Services) -> flask.Blueprint:
     blueprint = flask.Blueprint("completions", __name__)
 
     @blueprint.post("/v1/completions")
+    @described(
+        Description(body=CompletionBody, refusals=refusals(CompletionBody), answers=(JSON, EVENTS))
+    )
     def completions() -> flask.Response:
         """Goes on from a text, or from several."""
         body = read_json(CompletionBody, services.config.max_body_bytes)

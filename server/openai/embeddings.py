@@ -13,6 +13,7 @@ from jaxserve.errors import RequestError
 from jaxserve.messages import Output
 from jaxserve.request import Score
 from server.body import read_json
+from server.described import Description, described
 from server.openai.ask import read_texts
 from server.openai.schema import EmbeddingsBody
 from server.scores import read_scores
@@ -28,6 +29,7 @@ def embeddings_blueprint(services: Services) -> flask.Blueprint:
     blueprint = flask.Blueprint("embeddings", __name__)
 
     @blueprint.post("/v1/embeddings")
+    @described(Description(body=EmbeddingsBody))
     def embeddings() -> flask.Response:
         """Turns each input into a vector: its hidden states, pooled."""
         body = read_json(EmbeddingsBody, services.config.max_body_bytes)

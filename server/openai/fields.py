@@ -45,6 +45,11 @@ _COMPLETION: Refusals = {
 }
 
 
+def refusals(kind: type[GenerationBody]) -> Refusals:
+    """The fields of a body that are refused unless they ask for nothing."""
+    return _CHAT if issubclass(kind, ChatBody) else _COMPLETION
+
+
 def refuse_unsupported(body: GenerationBody) -> None:
     """Raises RequestError for the first field that asks for something we do not have."""
     refuse_fields(body, _CHAT if isinstance(body, ChatBody) else _COMPLETION)

@@ -25,10 +25,12 @@ def models_blueprint(services: Services) -> flask.Blueprint:
 
     @blueprint.get("/v1/models")
     def models() -> dict[str, Any]:
+        """The models that this server has."""
         return {"object": "list", "data": [card()]}
 
     @blueprint.get("/v1/models/<path:model>")
     def model(model: str) -> dict[str, Any]:
+        """One model."""
         services.check_model(model)
         return card()
 

@@ -8,6 +8,7 @@ import flask
 
 from jaxserve.errors import RequestError
 from server.body import read_json
+from server.described import Description, described
 from server.openai.messages import read_messages
 from server.openai.schema import DetokenizeBody, TokenizeBody
 from server.services import Services
@@ -18,7 +19,9 @@ def tokenize_blueprint(services: Services) -> flask.Blueprint:
     blueprint = flask.Blueprint("tokenize", __name__)
 
     @blueprint.post("/tokenize")
+    @described(Description(body=TokenizeBody))
     def tokenize() -> dict[str, Any]:
+        """The token ids of a text or a chat."""
         body = read_json(TokenizeBody, services.config.max_body_bytes)
         services.check_model(body.model)
         ids = _ids(services, body)
@@ -33,7 +36,9 @@ def tokenize_blueprint(services: Services) -> flask.Blueprint:
         return answer
 
     @blueprint.post("/detokenize")
+    @described(Description(body=DetokenizeBody))
     def detokenize() -> dict[str, Any]:
+        """The text of token ids."""
         body = read_json(DetokenizeBody, services.config.max_body_bytes)
         services.check_model(body.model)
         size = services.tokenizer.vocab_size

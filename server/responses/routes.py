@@ -12,12 +12,19 @@ import msgspec
 from jaxserve.errors import RequestError
 from jaxserve.routing.requests import Ask
 from server.body import read_json
+from server.described import EVENTS, JSON, Description, described
 from server.generation import Generation
 from server.openai.ask import chat_ask
-from server.paging import list_body, read_page
+from server.paging import PAGE_QUERY, list_body, read_page
 from server.responses.answer import ResponseAnswer
 from server.responses.read import input_items, to_chat
-from server.responses.schema import CountBody, PromptBody, ResponsesBody
+from server.responses.schema import (
+    PROMPT_REFUSALS,
+    REFUSALS,
+    CountBody,
+    PromptBody,
+    ResponsesBody,
+)
 from server.responses.store import ResponseStore
 from server.services import Services
 from server.tenant import current_tenant
@@ -37,6 +44,7 @@ def responses_blueprint(services: Services) -> flask.Blueprint:
     store = ResponseStore(services.storage, services.config.max_data_bytes)
 
     @blueprint.post(_PATH)
+    @described(Description(body=ResponsesBody, refusals=REFUSALS, answers=(JSON, EVENTS)))
     def create_response() -> flask.Response:
         """Answers an input, whole or as events, and keeps the answer unless told otherwise."""
         body = read_json(ResponsesBody, services.config.max_body_bytes)
@@ -59,6 +67,7 @@ def responses_blueprint(services: Services) -> flask.Blueprint:
         return flask.Response(msgspec.json.encode(whole), mimetype="application/json")
 
     @blueprint.post(f"{_PATH}/input_tokens")
+    @described(Description(body=CountBody, refusals=PROMPT_REFUSALS))
     def count_input_tokens() -> dict[str, Any]:
         """How many tokens the prompt of such a request has."""
         body = read_json(CountBody, services.config.max_body_bytes)
@@ -81,6 +90,7 @@ def responses_blueprint(services: Services) -> flask.Blueprint:
         return {"id": response_id, "object": "response", "deleted": True}
 
     @blueprint.get(f"{_PATH}/<response_id>/input_items")
+    @described(Description(query=PAGE_QUERY))
     def list_input_items(response_id: str) -> dict[str, Any]:
         """The items that a stored response answered."""
         page = read_page()

@@ -24,6 +24,7 @@ SETTINGS = EngineConfig(
     embeddings="mean",
     prompt_logprobs=True,
     speculative="off",
+    quantization="none",
 )
 RNG = random.Random(3)
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(length)] for length in (1, 5, 31, 90, 2, 120)]
