@@ -197,6 +197,7 @@ class ServerConfig:
 
     data_dir: folder for files, batches and stored responses, None for `state_folder`.
     max_file_bytes bounds one uploaded file, max_data_bytes all that is kept.
+    api_keys: file of keys, None for a server that everybody may ask.
     """
 
     host: str = "127.0.0.1"
@@ -211,6 +212,7 @@ class ServerConfig:
     data_dir: str | None = None
     max_file_bytes: int = 200 * 2**20
     max_data_bytes: int = 10 * 2**30
+    api_keys: str | None = None
     log_level: str = "info"
 
     @property

@@ -10,8 +10,10 @@
     ├── ResourceError           memory, port, file or device is not available
     ├── RequestError            one request is wrong (HTTP 400)
     │   ├── PromptTooLongError      longer than the context or the page pool
+    │   ├── AccessError             no key, an unknown one (HTTP 401), or not for this (HTTP 403)
     │   └── NotFoundError           unknown model, adapter or route (HTTP 404)
     ├── RefusedError            the request was right but is not taken now (HTTP 429)
+    │   ├── LimitError              a tenant's rate (HTTP 429) or its budget (HTTP 402) is used up
     │   └── StorageError            nothing can be kept: the disk is full, say (HTTP 507)
     └── EngineError             the engine cannot answer
         ├── EngineGoneError         it died, is restarting or does not answer (HTTP 503)
@@ -89,6 +91,14 @@ class NotFoundError(RequestError):
     status = 404
 
 
+class AccessError(RequestError):
+    """Whoever asks has not shown that they may."""
+
+    def __init__(self, message: str, *, code: str, status: int = 401) -> None:
+        super().__init__(message, code=code)
+        self.status = status
+
+
 class RefusedError(JaxserveError):
     """A correct request that is not taken now; `reason` is a short stable word for metrics."""
 
@@ -97,6 +107,18 @@ class RefusedError(JaxserveError):
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class LimitError(RefusedError):
+    """A tenant has used up what it may: for now (429), or what its day allows (402).
+
+    retry_after: seconds after which the same request may be taken.
+    """
+
+    def __init__(self, message: str, *, reason: str, retry_after: float, status: int = 429) -> None:
+        super().__init__(message, reason=reason)
+        self.status = status
+        self.retry_after = retry_after
 
 
 class StorageError(RefusedError):

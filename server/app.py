@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 import time
 import uuid
@@ -14,6 +15,8 @@ from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.context.chat_template import ChatTemplate
 from jaxserve.tokenizer.protocol import Tokenizer
 from server import errors
+from server.access.gate import Gate
+from server.access.keyring import KeyRing
 from server.anthropic.routes import messages_blueprint
 from server.batches.batch_routes import batches_blueprint
 from server.batches.batches import BatchStore
@@ -47,12 +50,18 @@ def create_app(
     chat_template: ChatTemplate | None,
     engine: EngineConfig,
     server: ServerConfig,
+    *,
+    private_folder: pathlib.Path | None = None,
 ) -> flask.Flask:
     """The application of one worker.
 
     chat_template: None for a model that cannot chat. engine: lends the model's name until the
-    engine itself has told it.
+    engine itself has told it. private_folder: what the workers of one server share while it runs.
+    Raises UsageError.
     """
+    keys = None
+    if server.api_keys is not None:
+        keys = KeyRing(pathlib.Path(server.api_keys).expanduser(), private_folder)
     drain = Drain(client, server.drain_seconds)
     services = Services(
         engines=(client,),
@@ -78,6 +87,7 @@ def create_app(
     app.url_map.merge_slashes = False
     errors.install(app)
     app.before_request(_begin)
+    app.before_request(Gate(keys).check)
     app.after_request(_send_request_id)
     for blueprint in (
         chat_blueprint(services),

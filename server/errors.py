@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import flask
 import msgspec
@@ -11,6 +12,7 @@ from werkzeug.exceptions import HTTPException
 from jaxserve.client import HungUpError
 from jaxserve.errors import (
     EngineError,
+    LimitError,
     NotFoundError,
     RefusedError,
     RequestError,
@@ -19,7 +21,7 @@ from jaxserve.errors import (
 
 logger = logging.getLogger("jaxserve.server")
 
-RETRY_AFTER_SECONDS = "1"
+RETRY_AFTER_SECONDS = 1
 #: nginx's status for a client that closed its connection; nobody reads it.
 CLIENT_LEFT = 499
 #: In place of werkzeug's sentences, which speak of pages and servers.
@@ -38,6 +40,7 @@ def error_body(error: Exception) -> dict[str, dict[str, str | None]]:
         param, code = error.param, error.code or "invalid_value"
     elif isinstance(error, RefusedError):
         kind = "server_error" if isinstance(error, StorageError) else "rate_limit_error"
+        kind = "insufficient_quota" if error.status == 402 else kind
         code = error.reason
     elif isinstance(error, EngineError):
         kind, code = "server_error", "engine_error" if error.status == 500 else "unavailable"
@@ -68,8 +71,11 @@ def error_response(error: Exception) -> flask.Response:
     response = flask.Response(
         msgspec.json.encode(error_body(error)), status, mimetype="application/json"
     )
-    if status in (429, 503):
-        response.headers["Retry-After"] = RETRY_AFTER_SECONDS
+    if status in (402, 429, 503):
+        seconds = error.retry_after if isinstance(error, LimitError) else RETRY_AFTER_SECONDS
+        response.headers["Retry-After"] = str(max(1, math.ceil(seconds)))
+    if status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
     valid_methods = getattr(error, "valid_methods", None)
     if valid_methods:
         response.headers["Allow"] = ", ".join(sorted(valid_methods))

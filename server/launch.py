@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import pathlib
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ import msgspec
 from checkpoints.resolve import resolve_model
 from jaxserve.config import EngineConfig, HostsConfig, ServerConfig, cache_folder
 from jaxserve.errors import ResourceError
+from server.access.keyfile import read_key_file
 from server.children import USAGE_ERROR_EXIT, USER_ERROR_EXIT, Child
 from server.settings import FrontSettings
 
@@ -45,8 +47,11 @@ def serve(
     engine_command: another engine than ours; started with `--address` and `--config` added.
     front_app: what gunicorn loads.
     Raises ResourceError if the port is in use or the host is not one of this machine's, and
-    CheckpointError if there is no such model or it cannot be pulled.
+    CheckpointError if there is no such model or it cannot be pulled, and UsageError for a key file
+    that cannot be used.
     """
+    if server.api_keys is not None:
+        read_key_file(pathlib.Path(server.api_keys).expanduser())
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(server.host, server.port))
         if engine_command is None:

@@ -6,6 +6,7 @@ Reads the model's tokeniser and chat template (never its weights) and opens the 
 from __future__ import annotations
 
 import os
+import pathlib
 import sys
 
 import flask
@@ -55,7 +56,14 @@ def build_app(
 
     gevent.spawn(report_ready)
     client.wait_heard(HEAR_SECONDS)
-    app = create_app(client, tokenizer, template, settings.engine, settings.server)
+    app = create_app(
+        client,
+        tokenizer,
+        template,
+        settings.engine,
+        settings.server,
+        private_folder=pathlib.Path(settings.folder),
+    )
     batches: BatchWorker = app.extensions[BATCHES]
     batches.start()
     return app

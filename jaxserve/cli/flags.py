@@ -73,6 +73,8 @@ SERVER_HELP: Mapping[str, str] = {
     "in the user's state folder",
     "max_file_bytes": "largest uploaded file",
     "max_data_bytes": "all that may be kept in --data-dir together",
+    "api_keys": "file of API keys, as `jaxserve keys` writes it; nothing but /health and /ready is "
+    "answered without a key then",
     "drain_seconds": "how long open answers may take to finish after SIGTERM",
     "log_level": "how much the server says",
 }

@@ -27,6 +27,7 @@ VERBS = (
     "bench",
     "quality",
     "doctor",
+    "keys",
 )
 INTERRUPTED = 130
 BROKEN_PIPE = 141
