@@ -109,7 +109,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     served_name: str | None = None
     dtype: str = "auto"
-    quantization: str = "none"
+    quantization: str = "auto"
     kv_cache_dtype: str = "auto"
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512

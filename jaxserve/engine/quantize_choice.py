@@ -58,13 +58,21 @@ def choose_quantization(
         return named_quantization(config, model, mesh, platform, dtype, kernels)
     if platform != "cpu" or config.dtype != "auto" or kernels == dispatch.REFERENCE:
         return None
-    name = AUTO_BLOCKS if _is_in_blocks(reader) else AUTO_BYTES
+    in_blocks = _is_in_blocks(reader)
+    name = AUTO_BLOCKS if in_blocks else AUTO_BYTES
     scheme = named_scheme(name)
     try:
-        return _make(scheme, model, mesh, platform, dtype, kernels, fast_only=True)
+        found = _make(scheme, model, mesh, platform, dtype, kernels, fast_only=True)
     except KernelError as error:
         logger.info("weights stay %s: %s", dtype.name, error)
         return None
+    why = "the file's own 4-bit blocks" if in_blocks else "8 bits, as the file has no 4-bit blocks"
+    logger.info(
+        "weights become %s: %s; --quantization none or --dtype float32 keeps floats",
+        describe(found, dtype),
+        why,
+    )
+    return found
 
 
 def named_quantization(

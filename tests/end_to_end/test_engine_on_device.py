@@ -12,7 +12,12 @@ from jaxserve.errors import UsageError
 from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
 
 SETTINGS = EngineConfig(
-    max_num_seqs=5, max_num_batched_tokens=19, max_model_len=120, page_size=4, num_pages=140
+    quantization="none",
+    max_num_seqs=5,
+    max_num_batched_tokens=12,
+    max_model_len=120,
+    page_size=4,
+    num_pages=140,
 )
 
 

@@ -18,6 +18,7 @@ from jaxserve.config import EngineConfig
 
 #: Few buckets, so that little is compiled; too few pages for all, so that some are preempted.
 SETTINGS = {
+    "quantization": "none",
     "dtype": "float32",
     "max_num_seqs": 4,
     "max_num_batched_tokens": 8,

@@ -13,7 +13,13 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=10, max_token
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf):
-    return LLM(str(smollm2_gguf), max_num_seqs=4, max_num_batched_tokens=16, max_model_len=512)
+    return LLM(
+        str(smollm2_gguf),
+        quantization="none",
+        max_num_seqs=4,
+        max_num_batched_tokens=8,
+        max_model_len=512,
+    )
 
 
 @pytest.fixture(scope="module")
