@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Iterator
 
 # Before jax is imported anywhere: tests of sharding need several devices.
 _FLAG = "--xla_force_host_platform_device_count"
@@ -13,7 +14,17 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import pytest  # noqa: E402 - after the environment is set
 
+#: Processes for a run of all tests: each takes a core, and 1 to 2 GiB.
+MOST_WORKERS = 4
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A process per core where the default tests run; none where files or other tests are named."""
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if not everything or not str(config.option.markexpr).startswith("not slow"):
+        return 0
+    return min(os.cpu_count() or 1, MOST_WORKERS)
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +36,19 @@ def golden() -> pathlib.Path:
     if not folder.is_dir():
         pytest.skip("no golden values: set JAXSERVE_GOLDEN to their folder")
     return folder
+
+
+@pytest.fixture(scope="module")
+def quick_compiler() -> Iterator[None]:
+    """XLA's quickest compilation, for modules whose programs run for milliseconds.
+
+    Not where results are compared bit by bit between programs of XLA's own code.
+    """
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")
