@@ -302,6 +302,8 @@ class EngineClient:
         if beat.epoch != self._epoch:
             self._lost("the engine was restarted")
             self._epoch = beat.epoch
+        if self._engine_ready and not beat.ready:
+            self.fail_all("the engine's step loop stands still")
         self._engine_ready = beat.ready
         self.num_running, self.num_waiting = beat.num_running, beat.num_waiting
         if beat.info is not None:

@@ -140,6 +140,11 @@ class Child:
         self.forward()
         return True
 
+    def strike(self) -> None:
+        """Ends it and its own children at once, stopped or not; its end is then seen as any other."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def kill(self) -> None:
         """Ends it and its own children at once."""
         if self._process is not None and self._process.poll() is None:

@@ -1,9 +1,9 @@
 """`jaxserve serve`: one engine process, the front-end workers, and their parent, which is this.
 
 The parent imports neither jax nor gevent. It holds the port from the first moment, says `ready`
-once a request would be answered, restarts what dies, and on SIGTERM drains: workers first, engine
-last. A second SIGTERM or Ctrl-C ends everything at once. The children die with it. An engine over
-several hosts is not started again, since its other processes end with it.
+once a request would be answered, restarts what dies and ends what is stuck, and on SIGTERM drains:
+workers first, engine last. A second SIGTERM or Ctrl-C ends everything at once. The children die
+with it. An engine over several hosts is not started again, since its other processes end with it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from jaxserve.errors import ResourceError
 from server.access.keyfile import read_key_file
 from server.children import USAGE_ERROR_EXIT, USER_ERROR_EXIT, Child
 from server.settings import FrontSettings
+from server.watch import EngineWatch
 
 ENGINE_COMMAND = (sys.executable, "-m", "jaxserve.engine.process")
 FRONT_APP = "server.worker:make_app()"
@@ -125,6 +126,7 @@ class _Parent:
             pass_fds=[settings.listen_fd],
             capture=True,
         )
+        self._watch_engine = EngineWatch(settings.address)
         self._signals = 0
         self._announced = False
         self._next_look = 0.0
@@ -139,9 +141,15 @@ class _Parent:
             finally:
                 self._front.kill()
                 self._engine.kill()
+                self._watch_engine.close()
 
     def _watch(self) -> int:
         while not self._signals:
+            stuck = self._watch_engine.look()
+            if stuck is not None:
+                _say(f"{self._engine.name} is stuck: {stuck}; ending it")
+                self._engine.strike()
+                self._watch_engine.forget()
             for child in (self._engine, self._front):
                 child.forward()
                 if child.exit_code is not None and (code := self._give_up(child)):
@@ -157,6 +165,8 @@ class _Parent:
         """What to do about a child that ended: an exit code, or 0 when it is to start again."""
         code = child.exit_code
         child.ended()
+        if child is self._engine:
+            self._watch_engine.forget()
         if code in (USER_ERROR_EXIT, USAGE_ERROR_EXIT):
             return 2 if code == USAGE_ERROR_EXIT else 1
         if child is self._engine and not self._restart:

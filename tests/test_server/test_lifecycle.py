@@ -168,6 +168,24 @@ def test_silent_and_dead_engines(start_server: Start) -> None:
     assert server.gauge("jaxserve:engine_up") == 1
 
 
+def test_an_engine_that_stands_still_is_replaced(start_server: Start) -> None:
+    server = start_server().wait_ready()
+    body = {**SLOW, "max_tokens": 500, "stream": True}
+    stream, streamed = in_background(lambda: server.call("POST", "/v1/chat/completions", body))
+    wait_until(lambda: server.gauge("vllm:num_requests_running") == 1)
+    stuck = server.engine_pid()
+    os.kill(stuck, signal.SIGSTOP)
+    stopped = time.monotonic()
+    stream.join(10)
+    assert time.monotonic() - stopped < 7
+    assert '"error"' in streamed[0].body.decode()
+    assert server.call("GET", "/ready").status == 503
+    wait_until(lambda: not alive(stuck), 20)
+    wait_until(lambda: server.call("GET", "/ready").status == 200, 20)
+    assert server.chat("hi", max_tokens=3).json["usage"]["completion_tokens"] == 3
+    assert "the engine is stuck" in server.errors.read_text()
+
+
 def _kill_gunicorn(server: RunningServer) -> None:
     """Clients that come meanwhile wait: the parent holds the port."""
     (master,) = (pid for pid in server.children() if pid != server.engine_pid())
