@@ -75,6 +75,8 @@ def _message(message: Any, where: str) -> list[Json]:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
             texts += _texts([block], at)
+            if role == "user" and block.get("citations"):
+                raise _wrong(f"{at}.citations", "are possible in answers only")
         elif kind == "tool_use" and role == "assistant":
             calls.append(_call(block, at))
         elif kind == "tool_result" and role == "user":

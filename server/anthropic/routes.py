@@ -1,6 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens.
 
-The `anthropic-version` header may be left out; given, it must be the one that this server speaks.
+The `anthropic-version` header may be left out; given, it must be one that this server speaks. They
+differ in what is refused; temperature, top_p and top_k work with either of them here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from server.generation import Generation
 from server.openai.ask import chat_ask
 from server.services import Services
 
-VERSION = "2023-06-01"
+VERSIONS = ("2023-06-01", "2026-10-21")
 
 
 def messages_blueprint(services: Services) -> flask.Blueprint:
@@ -79,10 +80,10 @@ def _ask(services: Services, body: MessagesBody | CountTokensBody) -> Ask:
 
 
 def _check_version() -> None:
-    given = flask.request.headers.get("anthropic-version", VERSION)
-    if given != VERSION:
+    given = flask.request.headers.get("anthropic-version", VERSIONS[0])
+    if given not in VERSIONS:
         raise RequestError(
-            f"anthropic-version is {given[:40]!r}; this server speaks {VERSION}",
+            f"anthropic-version is {given[:40]!r}; this server speaks {' and '.join(VERSIONS)}",
             param="anthropic-version",
         )
 

@@ -112,9 +112,8 @@ class ResponseAnswer:
         fields = error_body(error)["error"]
         known = isinstance(error, JaxserveError)
         words = {"code": "server_error", "message": fields["message"]}
-        event = self._event(
-            "error", **{**words, "code": fields["code"] if known else None, "param": None}
-        )
+        flat = {**words, "code": fields["code"] if known else None, "param": None}
+        event = self._event("error", **flat, error=fields)  # clients look for either form
         return event + self._event(
             "response.failed", response=self._response("failed", error=words)
         )

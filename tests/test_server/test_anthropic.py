@@ -16,6 +16,8 @@ from server.anthropic.schema import CountTokensBody, MessagesBody
 PATH = "/v1/messages"
 HI: dict[str, Any] = {"max_tokens": 40, "messages": [{"role": "user", "content": "@say:Hällo.@"}]}
 
+CITING = {"role": "user", "content": [{"type": "text", "text": "a", "citations": [{}]}]}
+
 
 @pytest.fixture(scope="module")
 def client() -> FakeClient:
@@ -120,6 +122,7 @@ def test_every_parameter_of_the_official_client_is_known() -> None:
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"system": [{"type": "image"}]}, "system"),
         ({"system": 5}, "system"),
+        ({"messages": [CITING]}, "citations"),
         ({"stop_sequences": [""]}, "stop"),
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
@@ -151,6 +154,7 @@ def test_other_errors_have_the_shape(web: Any) -> None:
     assert (plain.status_code, plain.get_json()["type"]) == (415, "error")
     version = post(web, PATH, HI, **{"anthropic-version": "2020-01-01"})
     assert version.status_code == 400
+    assert post(web, PATH, HI, **{"anthropic-version": "2026-10-21"}).status_code == 200
     assert "anthropic-version" in version.get_json()["error"]["message"]
     whole = post(web, PATH, {**HI, "messages": [{"role": "user", "content": "@fail@"}]})
     assert (whole.status_code, whole.get_json()["error"]["type"]) == (500, "api_error")
