@@ -11,7 +11,7 @@ import itertools
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import gevent
 import zmq.green as zmq
@@ -55,6 +55,14 @@ _READ_IN_A_ROW = 16
 
 class HungUpError(Exception):
     """The HTTP client of a submission left; nobody reads an answer any more."""
+
+
+class EndListener(Protocol):
+    """Hears of the end of each request, also of one whose answer nobody wants any more."""
+
+    def ended(self, index: int, output: Output | None) -> None:
+        """The last word on request `index`; None when the engine is gone and will not say it."""
+        ...
 
 
 class Submission:
@@ -183,6 +191,7 @@ class EngineClient:
         self._num_heard = 0
         self._dead_after = dead_after
         self._submissions: dict[int, Submission] = {}
+        self._listeners: dict[int, tuple[int, EndListener]] = {}
         self._metrics: dict[int, AsyncResult] = {}
         self._rids = itertools.count(1)
         self._heard_event, self._ready_event = Event(), Event()
@@ -229,14 +238,18 @@ class EngineClient:
         """Waits until the engine was ready once."""
         return bool(self._ready_event.wait(timeout))
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> Submission:
-        """Sends `requests` to the engine. Raises EngineGoneError."""
+    def submit(
+        self, requests: Sequence[GenerationRequest], listener: EndListener | None = None
+    ) -> Submission:
+        """Sends `requests` to the engine. listener: hears of each one's end. EngineGoneError."""
         reason = self.not_ready_reason()
         if reason is not None or self._epoch is None:
             raise EngineGoneError(f"{reason}; try again in a moment")
         submission = Submission(self._send, self._forget)
-        for request in requests:
+        for index, request in enumerate(requests):
             rid = next(self._rids)
+            if listener is not None:
+                self._listeners[rid] = index, listener
             submission.track(rid)
             self._submissions[rid] = submission
             self._send(Submit(rid, self._epoch, request))
@@ -280,6 +293,11 @@ class EngineClient:
     def _forget(self, rid: int) -> None:
         self._submissions.pop(rid, None)
 
+    def _tell(self, rid: int, output: Output | None) -> None:
+        index, listener = self._listeners.pop(rid, (0, None))
+        if listener is not None:
+            listener.ended(index, output)
+
     def _read(self) -> None:
         for number in itertools.count(1):
             if number % _READ_IN_A_ROW == 0:
@@ -292,6 +310,8 @@ class EngineClient:
                     submission = self._submissions.get(output.rid)
                     if submission is not None:
                         submission.deliver(output.rid, output)
+                    if output.finish_reason is not None or output.refused is not None:
+                        self._tell(output.rid, output)
             elif isinstance(message, MetricsReply):
                 if message.rid in self._metrics:
                     self._metrics[message.rid].set(message.text)
@@ -318,6 +338,8 @@ class EngineClient:
         lost, self._submissions = set(self._submissions.values()), {}
         for submission in lost:
             submission.fail(EngineGoneError(reason))
+        for rid in list(self._listeners):
+            self._tell(rid, None)
         for answer in self._metrics.values():
             answer.set_exception(EngineGoneError(reason))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from jaxserve.request import GenerationRequest, TokenLogprobs
+from jaxserve.request import GenerationRequest, RequestFacts, TokenLogprobs
 
 BEAT_SECONDS = 1.0
 #: Silence after which the engine counts as gone: beats it sends from a thread of its own.
@@ -66,6 +66,8 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     #: The request's field that a refusal is about.
     param: str | None = None
     embedding: bytes | None = None
+    #: With the last output; after an Abort, an output with these alone comes, too.
+    facts: RequestFacts | None = None
 
 
 class StepOutputs(msgspec.Struct, tag="step", array_like=True, frozen=True):

@@ -153,6 +153,8 @@ class GenerationRequest:
     arrival: seconds of `time.monotonic()` at which the server received the request.
     grammar: the form of the answer, None for any.
     score: the prompt is only read, for this; of `sampling` only `logprobs` counts then.
+    tenant: who asks; tenants take turns, and one of weight 2 gets twice as many tokens as one of 1.
+    trace: the facts at the end are to hold the steps, too.
     """
 
     request_id: str
@@ -164,6 +166,9 @@ class GenerationRequest:
     eos_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
     score: Score | None = None
+    tenant: str = ""
+    weight: float = 1.0
+    trace: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +181,52 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
+class StepStretch:
+    """Steps of one request, one after the other, summed up.
+
+    kind: "prefill" or "decode". begun, ended: seconds of `time.monotonic()`. tokens and
+    device_seconds are this request's, padding_tokens its share of the padding; bucket_tokens and
+    rows (requests that were computed together) are those of all `steps` steps added up.
+    """
+
+    kind: str
+    begun: float
+    ended: float
+    steps: int = 0
+    tokens: int = 0
+    bucket_tokens: int = 0
+    rows: int = 0
+    padding_tokens: float = 0.0
+    device_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFacts:
+    """What a request that has ended took, whatever ended it.
+
+    Times of `scheduled` and below are seconds of `time.monotonic()`, 0 for what never came.
+    num_prefill_tokens: prompt tokens that were computed, again ones after a preemption included.
+    device_seconds: its share, by tokens, of the time of each step that it was part of.
+    stretches: the steps, if the request was traced.
+    """
+
+    finish_reason: FinishReason
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_preemptions: int = 0
+    padding_tokens: float = 0.0
+    queue_seconds: float = 0.0
+    device_seconds: float = 0.0
+    steps: int = 0
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    ended: float = 0.0
+    stretches: list[StepStretch] = dataclasses.field(default_factory=list)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutput:
     """What one engine step produced for one request (before detokenising).
@@ -184,7 +235,7 @@ class TokenOutput:
     gets exactly one. With FinishReason.ERROR, `error` says why.
     num_cached_tokens: prompt tokens found in the prefix cache, known from the first output on.
     embedding: float32 numbers, for a request with `score` MEAN or LAST; with LOGPROBS `logprobs`
-    are those of the prompt's tokens from the second on.
+    are those of the prompt's tokens from the second on. facts: with the last output.
     """
 
     request_id: str
@@ -194,6 +245,7 @@ class TokenOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     embedding: bytes | None = None
+    facts: RequestFacts | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

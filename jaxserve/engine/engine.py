@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence as Rows
 from typing import Any, Protocol
 
+from jaxserve.engine.accounting import Accounting
 from jaxserve.engine.drafting import Drafting
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.scheduler import Scheduler
@@ -114,6 +115,7 @@ class Engine:
         self._order = 0
         self._failures = 0
         self._clock = StepClock()
+        self._accounting = Accounting()
         #: Why the engine can no longer run, None while it can. Everything was ended then.
         self.broken: str | None = None
 
@@ -139,6 +141,7 @@ class Engine:
         )
         self._order += 1
         self._sequences[request.request_id] = sequence
+        self._accounting.open(sequence)
         self.scheduler.add(sequence)
 
     def abort(
@@ -205,10 +208,18 @@ class Engine:
             )
         request.sampling.validate(vocab_size=self._runner.vocab_size)
         self._runner.check_request(request)
-        self._check_queue(len(ids))
+        self._check_queue(len(ids), request.tenant)
 
-    def _check_queue(self, num_tokens: int) -> None:
+    def _check_queue(self, num_tokens: int, tenant: str) -> None:
+        """A tenant with a name takes at most as much of the queue as it leaves to others."""
         waiting, queued = self.scheduler.num_waiting, self.scheduler.num_waiting_tokens
+        own = self.scheduler.num_waiting_of(tenant)
+        if tenant and own >= max(1, self.limits.max_queue_len - waiting):
+            self.metrics.on_refused("tenant_queue_full")
+            raise RefusedError(
+                f"{own} of your requests are waiting, which is your share of the queue; try later",
+                reason="tenant_queue_full",
+            )
         if waiting >= self.limits.max_queue_len:
             self.metrics.on_refused("queue_full")
             raise RefusedError(
@@ -279,6 +290,7 @@ class Engine:
         if self._in_flight is not None:
             self._in_flight.begun = now
         size = self._runner.bucket_tokens(step.plan)
+        self._accounting.count_step(step.plan, size, step.begun, now)
         self.scheduler.chunks.costs.observe(size, step.plan.num_pairs, now - step.begun)
         if self._drafting is not None:
             self._drafting.count_step(size, step.read_first, now - step.begun)
@@ -358,6 +370,7 @@ class Engine:
             finish_reason=reason,
             num_cached_tokens=sequence.num_cached_tokens,
             error=error,
+            facts=self._accounting.close(sequence, reason),
         )
 
     def _fail(self, error: Exception) -> list[TokenOutput]:

@@ -14,7 +14,7 @@ from jaxserve.engine.link import EngineLink, Received, WorkerGone
 from jaxserve.engine.score_programs import EMBED, LOGPROBS
 from jaxserve.engine.scorer import Scorer, not_available
 from jaxserve.errors import EngineError, RefusedError, RequestError
-from jaxserve.request import FinishReason, GenerationRequest, Score, TokenOutput
+from jaxserve.request import FinishReason, GenerationRequest, RequestFacts, Score, TokenOutput
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -79,7 +79,7 @@ class EngineLoop:
             self._submit(worker, message)
         elif isinstance(message, messages.Abort):
             for rid in message.rids:
-                self._abort(_key(worker, rid), FinishReason(message.reason))
+                self._end(worker, rid, FinishReason(message.reason))
         elif isinstance(message, messages.MetricsRequest):
             text = self._engine.metrics.text(self._engine.scheduler)
             self._link.send(worker, messages.MetricsReply(message.rid, text))
@@ -116,10 +116,21 @@ class EngineLoop:
         else:
             self._scorer.add(request)
 
-    def _abort(self, key: str, reason: FinishReason) -> None:
-        read = self._scorer is not None and self._scorer.abort(key)
-        if read or self._engine.abort(key, reason) is not None:
+    def _end(self, worker: bytes, rid: int, reason: FinishReason) -> None:
+        """Ends a request whose worker no longer wants it, and tells what it cost."""
+        facts = self._abort(_key(worker, rid), reason)
+        answer = messages.Output(rid, [], reason, facts=facts)
+        self._link.send(worker, messages.StepOutputs([answer]))
+
+    def _abort(self, key: str, reason: FinishReason) -> RequestFacts | None:
+        if self._scorer is not None and self._scorer.abort(key):
             self._forget(key)
+            return None
+        output = self._engine.abort(key, reason)
+        if output is None:
+            return None
+        self._forget(key)
+        return output.facts
 
     def _forget(self, key: str) -> tuple[bytes, int]:
         worker, rid = self._owner.pop(key)
@@ -146,6 +157,7 @@ class EngineLoop:
                     output.error,
                     status=500 if output.error else 0,
                     embedding=output.embedding,
+                    facts=output.facts,
                 )
             )
         for worker, items in by_worker.items():

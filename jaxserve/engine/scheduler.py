@@ -56,6 +56,10 @@ class Scheduler:
         """Tokens that the waiting sequences have to compute."""
         return self._queue.num_tokens
 
+    def num_waiting_of(self, tenant: str) -> int:
+        """How many of one tenant's wait."""
+        return self._queue.num_of(tenant)
+
     @property
     def may_admit(self) -> bool:
         """Whether the next step may take in a waiting sequence."""
@@ -84,6 +88,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is, and frees what it holds."""
+        self._queue.settle(sequence)
         if sequence.status is SequenceStatus.WAITING:
             self._queue.remove(sequence)
         elif sequence.status is SequenceStatus.RUNNING:
@@ -277,5 +282,5 @@ class Scheduler:
         return -(-num_tokens // self.pool.page_size)
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
+def _rank(sequence: Sequence) -> tuple[int, float, int]:
     return sequence.rank

@@ -7,6 +7,7 @@ import enum
 import time
 from collections.abc import Iterator
 
+from jaxserve.engine.fair_queue import EXPECTED_ANSWER
 from jaxserve.kv import hashing
 from jaxserve.request import FinishReason, GenerationRequest
 from jaxserve.routing.seeds import random_seed
@@ -37,7 +38,8 @@ class Sequence:
     or will be by a step already dispatched (with its guesses, until that step was read).
     num_queued_tokens: what it counted for when it was queued. num_overtaken: later ones that were
     admitted while it waited. slot: its row of the device's sampling state. draft: guesses of what
-    follows its newest token, for the next step only.
+    follows its newest token, for the next step only. turn: its place among those of all tenants,
+    given when it is first queued.
     """
 
     request: GenerationRequest
@@ -55,6 +57,7 @@ class Sequence:
     num_preemptions: int = 0
     num_queued_tokens: int = 0
     num_overtaken: int = 0
+    turn: float | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     draft: list[int] = dataclasses.field(default_factory=list)
@@ -105,9 +108,14 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens <= 1 and self.num_computed_tokens > 0
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Order of service: smaller priority first, then order of arrival."""
-        return self.request.priority, self.order
+    def rank(self) -> tuple[int, float, int]:
+        """Order of service: smaller priority first, then tenants by turns, then by arrival."""
+        return self.request.priority, self.turn or 0.0, self.order
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """What it may take, prompt and answer, as far as that can be told before its end."""
+        return self.num_prompt_tokens + min(self.max_tokens, EXPECTED_ANSWER)
 
     def page_hashes(self, page_size: int, num_tokens: int) -> Iterator[bytes]:
         """Hashes of the pages that the first `num_tokens` known tokens fill completely.

@@ -9,10 +9,12 @@ overtaken often enough is next.
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 
+from jaxserve.engine.fair_queue import FairQueue, keep_turns
 from jaxserve.engine.sequence import Sequence
 from jaxserve.kv.page_pool import PagePool
 
@@ -32,19 +34,21 @@ class Candidate:
     cached: int
 
     @property
-    def rank(self) -> tuple[int, bool, bool, int]:
+    def rank(self) -> tuple[int, bool, bool, float, int]:
         """Order of admission."""
         sequence = self.sequence
         mostly = self.cached >= _MOSTLY * len(sequence.tokens)
-        priority, order = sequence.rank
-        return priority, not _is_due(sequence), not mostly, order
+        priority, turn, order = sequence.rank
+        return priority, not _is_due(sequence), not mostly, turn, order
 
 
 class WaitingQueue:
     """Sequences in order of rank. num_tokens: what they counted for when they came."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[tuple[int, int], Sequence]] = []
+        self._entries: list[tuple[tuple[int, float, int], Sequence]] = []
+        self._fair = FairQueue()
+        self._of_tenant: collections.Counter[str] = collections.Counter()
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -54,7 +58,12 @@ class WaitingQueue:
         return (sequence for _, sequence in self._entries)
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a sequence in its place."""
+        """Puts a sequence in its place; one that comes back keeps its turn."""
+        request = sequence.request
+        if sequence.turn is None:
+            tokens = sequence.num_expected_tokens
+            sequence.turn = self._fair.start(request.tenant, tokens, request.weight)
+        self._of_tenant[request.tenant] += 1
         sequence.num_queued_tokens = len(sequence.tokens)
         self.num_tokens += sequence.num_queued_tokens
         bisect.insort(self._entries, (sequence.rank, sequence))  # no two ranks are equal
@@ -65,6 +74,22 @@ class WaitingQueue:
         assert self._entries[index][1] is sequence
         del self._entries[index]
         self.num_tokens -= sequence.num_queued_tokens
+        tenant = sequence.request.tenant
+        self._of_tenant[tenant] -= 1
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
+
+    def num_of(self, tenant: str) -> int:
+        """How many of one tenant's wait."""
+        return self._of_tenant[tenant]
+
+    def settle(self, sequence: Sequence) -> None:
+        """A sequence has ended: its tenant's next turn comes by what it really took."""
+        taken = sequence.num_output_tokens
+        if sequence.times.scheduled:
+            taken += sequence.num_prompt_tokens - sequence.num_cached_tokens
+        more = taken - sequence.num_expected_tokens
+        self._fair.settle(sequence.request.tenant, more, sequence.request.weight)
 
     def candidates(self, count: int) -> list[Candidate]:
         """The first `count` where prefixes are not kept."""
@@ -84,7 +109,8 @@ class WaitingQueue:
             cached = size * len(pool.match(sequence.page_hashes(size, len(sequence.tokens) - 1)))
             found.append(Candidate(sequence, cached))
         chosen: list[Candidate] = []
-        for candidate in sorted(found, key=lambda each: each.rank):
+        preferred = sorted(found, key=lambda each: each.rank)
+        for candidate in keep_turns(found, preferred, lambda each: each.sequence.request.tenant):
             sequence = candidate.sequence
             key = sequence.next_page_hash(size, candidate.cached)
             helps = candidate.cached + size < len(sequence.tokens)
@@ -101,6 +127,7 @@ class WaitingQueue:
     def count_overtaken(self, admitted: Iterable[Sequence]) -> None:
         """Those that were in the queue before an admitted one have been overtaken."""
         ranks = sorted(sequence.rank for sequence in admitted)
+        self._fair.admitted(max(turn for _, turn, _ in ranks))
         for rank, sequence in self._entries:
             later = len(ranks) - bisect.bisect(ranks, rank)
             if not later:
