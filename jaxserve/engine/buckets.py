@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-#: Query tokens per step. From 8 on they double, so padding stays below half of a step.
-_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+#: Query tokens per step. Prompts' chunks are cut so that they fill a bucket, so doubling will do.
+_SIZES = tuple(2**power for power in range(15))
+#: Answers alone take any number of tokens up to that of the slots: there the steps are finer.
+_FINE = (24, 48, 96, 192, 384)
 _ROUND = 8
 
 
@@ -20,7 +22,8 @@ class Bucket:
 def make_buckets(max_step_tokens: int, max_num_seqs: int) -> tuple[Bucket, ...]:
     """All shapes, smallest first. The largest holds max_step_tokens, rounded up to a multiple of 8."""
     largest = -(-max_step_tokens // _ROUND) * _ROUND if max_step_tokens > 1 else 1
-    sizes = [size for size in _SIZES if size < largest] + [largest]
+    fine = [size for size in _FINE if size * 2 // 3 < max_num_seqs]
+    sizes = [size for size in sorted((*_SIZES, *fine)) if size < largest] + [largest]
     return tuple(Bucket(tokens=size, rows=min(size, max_num_seqs)) for size in sizes)
 
 
