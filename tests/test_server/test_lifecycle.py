@@ -100,7 +100,7 @@ def test_crash_loop_gives_up(start_server: Start) -> None:
 def test_from_loading_to_drain(start_server: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = start_server(server=ServerConfig(port=port), fake_engine=["--load-seconds", "4"])
+    server = start_server(server=ServerConfig(port=port), fake_engine=["--load-seconds", "8"])
     server.url = f"http://127.0.0.1:{port}"
     wait_until(lambda: _listens(server), 20)
     early = server.call("GET", "/ready")

@@ -87,7 +87,9 @@ def test_empty_stop_strings_are_refused(server: RunningServer, route: str, stop:
 def test_characters_come_whole(server: RunningServer) -> None:  # 6
     events = server.chat("@say:a🙂안b@", stream=True).events
     pieces = [text_of(choice) for event in events for choice in event["choices"]]
-    assert [piece for piece in pieces if piece] == ["a", "🙂", "안", "b"]
+    # Where the machine is busy, several tokens may come together; halves of characters never do.
+    assert "".join(pieces) == "a🙂안b"
+    assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_prefixes_by_length(server: RunningServer) -> None:  # 6
