@@ -36,6 +36,7 @@ from jaxserve.engine.compiling import ProgramMaker
 from jaxserve.engine.device_state import LoadedModel, device_state_maker
 from jaxserve.engine.drafting import make_drafting
 from jaxserve.engine.engine import AdmissionLimits, Engine
+from jaxserve.engine.heap import return_freed_memory
 from jaxserve.engine.hosts.lead import Hosts, OneHost
 from jaxserve.engine.memory import (
     NO_OVERHEAD,
@@ -88,7 +89,8 @@ def make_engine(
     device, report = make_device(config, model, hosts)
     runner = DeviceRunner(device, _runner_shape(config, report))
     runner.warm_up()
-    engine = _put_together(config, runner, report)
+    return_freed_memory()
+    engine = _put_together(config, runner, report, path)
     log_report(report)
     report.compilation.mark_ready()
     return engine, report
