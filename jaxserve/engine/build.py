@@ -90,7 +90,7 @@ def make_engine(
     runner = DeviceRunner(device, _runner_shape(config, report))
     runner.warm_up()
     return_freed_memory()
-    engine = _put_together(config, runner, report, path)
+    engine = _put_together(config, runner, report)
     log_report(report)
     report.compilation.mark_ready()
     return engine, report
