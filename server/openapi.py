@@ -14,7 +14,7 @@ import flask
 import msgspec
 
 import jaxserve
-from server.described import JSON, Description, description_of
+from server.described import EVENTS, JSON, Description, description_of
 from server.openai.schema import Body
 
 Json = dict[str, Any]
@@ -122,8 +122,8 @@ def _operation(
 
 
 def _contents(kinds: tuple[str, ...]) -> Json:
-    plain = {"type": "object"}
-    return {kind: {"schema": plain if kind == JSON else {"type": "string"}} for kind in kinds}
+    schemas: dict[str, Json] = {JSON: {"type": "object"}, EVENTS: {}}
+    return {kind: {"schema": schemas.get(kind, {"type": "string"})} for kind in kinds}
 
 
 def _schemas(bodies: set[type[Body]], notes: dict[type[Body], Description]) -> dict[str, Json]:

@@ -1,0 +1,161 @@
+"""Prompts that are only read: packed beside one another, in chunks, ended once; arithmetic by hand."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.score_programs import EMBED, LOGPROBS, ScoreShape
+from jaxserve.engine.scorer import Scorer
+from jaxserve.errors import PromptTooLongError, RefusedError, RequestError
+from jaxserve.request import FinishReason, GenerationRequest, SamplingParams, Score
+
+VOCAB, PAGE, LONGEST = 50, 4, 40
+TOP = np.arange(20)
+
+
+class FakeRunner:
+    """A hidden state is (token, position); a token's log-probability is minus itself."""
+
+    page_size = PAGE
+    kinds: tuple[str, ...] = (EMBED, LOGPROBS)
+    shapes = tuple(
+        ScoreShape(tokens=tokens, rows=3, pages_per_sequence=LONGEST // PAGE) for tokens in (8, 16)
+    )
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, int]] = []
+        self.failing = False
+        self.renewed = 0
+
+    def renew(self) -> None:
+        self.renewed += 1
+
+    def run(self, kind: str, shape: ScoreShape, packed: Any) -> tuple[np.ndarray, ...]:
+        if self.failing:
+            raise ValueError("no device")
+        start, fields = 0, {}
+        for name, field in shape.layout.fields.items():
+            fields[name] = packed[start : start + field.words].reshape(field.shape)
+            start += field.words
+        ends, lengths = fields["cu_q_lens"], fields["kv_lens"]
+        rows = int((lengths > 0).sum())
+        self.sizes.append((shape.tokens, rows))
+        tables = [row[row > 0].tolist() for row in fields["block_tables"][:rows]]
+        used = [page for table in tables for page in table]
+        assert len(set(used)) == len(used), "two prompts share a page"
+        if kind == LOGPROBS:
+            values = -fields["targets"].astype(np.float32)
+            tops = np.tile(TOP, (shape.tokens, 1))
+            return values, tops, -tops.astype(np.float32)
+        sums, last = np.zeros((3, 2), np.float32), np.zeros((3, 2), np.float32)
+        for row in range(rows):
+            ids = fields["token_ids"][ends[row] : ends[row + 1]]
+            places = np.arange(lengths[row] - len(ids), lengths[row])
+            states = np.stack([ids, places], axis=1).astype(np.float32)
+            sums[row], last[row] = states.sum(0), states[-1]
+        return sums, last
+
+
+@pytest.fixture
+def runner() -> FakeRunner:
+    return FakeRunner()
+
+
+@pytest.fixture
+def scorer(runner: FakeRunner) -> Scorer:
+    return Scorer(runner, max_model_len=LONGEST, vocab_size=VOCAB, max_queue_len=60)
+
+
+def request(name: str, ids: list[int], score: Score = Score.MEAN) -> GenerationRequest:
+    sampling = SamplingParams(logprobs=2)
+    return GenerationRequest(request_id=name, prompt_ids=ids, sampling=sampling, score=score)
+
+
+def drain(scorer: Scorer) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    while scorer.has_work:
+        for output in scorer.step():
+            assert output.request_id not in found
+            found[output.request_id] = output
+    return found
+
+
+def test_any_mixture_is_read_right_and_every_page_comes_back(
+    scorer: Scorer, runner: FakeRunner
+) -> None:
+    rng = random.Random(0)
+    prompts = {
+        str(number): [rng.randrange(VOCAB) for _ in range(rng.choice((1, 3, 5, 16, 17, 40)))]
+        for number in range(60)
+    }
+    scores = {name: rng.choice(list(Score)) for name in prompts}
+    for name, ids in prompts.items():
+        scorer.add(request(name, ids, scores[name]))
+    found = drain(scorer)
+    assert found.keys() == prompts.keys()
+    for name, ids in prompts.items():
+        output, score = found[name], scores[name]
+        assert output.finish_reason is FinishReason.STOP
+        if score is Score.LOGPROBS:
+            assert [item.token_id for item in output.logprobs] == ids[1:]
+            assert [item.logprob for item in output.logprobs] == [-float(i) for i in ids[1:]]
+            assert all(item.top_ids == [0, 1] for item in output.logprobs)
+            continue
+        states = np.stack([ids, np.arange(len(ids))], axis=1)
+        want = states[-1] if score is Score.LAST else states.mean(0)
+        assert np.frombuffer(output.embedding, np.float32) == pytest.approx(want)
+    assert len(scorer._free) == runner.shapes[0].num_pages - 1
+    assert max(rows for _, rows in runner.sizes) == 3
+    assert {tokens for tokens, _ in runner.sizes} == {8, 16}
+
+
+def test_a_long_prompt_is_not_kept_waiting_by_short_ones(scorer: Scorer) -> None:
+    scorer.add(request("short", [1] * 12))
+    scorer.add(request("long", [1] * 40))
+    finished: list[str] = []
+    for number in range(30):
+        scorer.add(request(str(number), [1] * 12))
+        finished += [output.request_id for output in scorer.step()]
+    assert finished.index("long") < 8
+
+
+def test_abort(scorer: Scorer, runner: FakeRunner) -> None:
+    scorer.add(request("a", [1] * 40))
+    scorer.step()
+    assert scorer.abort("a")
+    assert not scorer.abort("a")
+    assert not scorer.has_work
+    assert len(scorer._free) == runner.shapes[0].num_pages - 1
+
+
+def test_a_failure_ends_what_was_read_and_not_what_waits(
+    scorer: Scorer, runner: FakeRunner
+) -> None:
+    scorer.add(request("a", [1] * 40))
+    scorer.add(request("b", [1] * 40))
+    runner.failing = True
+    (output,) = scorer.step()
+    assert (output.request_id, output.finish_reason) == ("a", FinishReason.ERROR)
+    assert "no device" in (output.error or "")
+    assert runner.renewed == 1
+    runner.failing = False
+    assert drain(scorer)["b"].finish_reason is FinishReason.STOP
+
+
+def test_refusals(scorer: Scorer, runner: FakeRunner) -> None:
+    for ids in ([], [-1], [VOCAB]):
+        with pytest.raises(RequestError):
+            scorer.add(request("a", ids))
+    with pytest.raises(PromptTooLongError):
+        scorer.add(request("a", [1] * 41))
+    for number in range(60):
+        scorer.add(request(str(number), [1]))
+    with pytest.raises(RefusedError):
+        scorer.add(request("a", [1]))
+    runner.kinds = (LOGPROBS,)
+    with pytest.raises(RequestError, match="--embeddings"):
+        scorer.add(request("b", [1]))
