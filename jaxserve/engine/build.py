@@ -38,6 +38,7 @@ from jaxserve.engine.drafting import make_drafting
 from jaxserve.engine.engine import AdmissionLimits, Engine
 from jaxserve.engine.heap import return_freed_memory
 from jaxserve.engine.hosts.lead import Hosts, OneHost
+from jaxserve.engine.kernel_loading import begin_loading_kernels, load_kernels
 from jaxserve.engine.memory import (
     NO_OVERHEAD,
     MemoryPlan,
@@ -62,15 +63,12 @@ from jaxserve.layers.attention import PagedAttentionOp
 from jaxserve.models.loading import load_model, make_random_model
 from jaxserve.models.registry import read_model_config
 from jaxserve.models.weight_store import WeightStore
-from jaxserve.parallel.mesh import make_mesh
+from jaxserve.parallel.mesh import check_divisible, make_mesh
 from jaxserve.quantization.weights import Quantization
 from jaxserve.sampling.limits import SamplingLimits
 from pallas_kernels import dispatch
 from pallas_kernels.errors import KernelError
-from pallas_kernels.float_matmul import cpu as float_cpu
-from pallas_kernels.paged_attention import cpu
 from pallas_kernels.paged_attention.api import paged_attention
-from pallas_kernels.quantized_matmul import cpu as quantized_cpu
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -224,7 +222,8 @@ def _put_together(config: EngineConfig, runner: DeviceRunner, report: EngineRepo
 
 def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
     mesh = make_mesh(config.tensor_parallel)
-    dtype = choose_dtype(config, mesh.devices.flat[0].platform)
+    platform = mesh.devices.flat[0].platform
+    dtype = choose_dtype(config, platform)
     reader = open_checkpoint(path)
     model_config = read_model_config(reader)
     quantization = choose_quantization(
@@ -236,9 +235,17 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
         )
     else:
         model_config, decoder = load_model(
+    check_divisible(model_config, mesh)
             reader,
             mesh,
             dtype=dtype,
+    page_dtype = choose_page_dtype(config, dtype)
+    begin_loading_kernels(
+        cache_folder() / "kernels",
+        attention=choose_attention(config, model_config, dtype, page_dtype, platform),
+        page_dtype=page_dtype,
+        quantization=quantization,
+    )
             quantization=quantization,
             store=_open_weights(path, mesh, dtype, quantization),
         )
@@ -249,7 +256,7 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
         config=model_config,
         mesh=mesh,
         dtype=dtype,
-        page_dtype=choose_page_dtype(config, dtype),
+        page_dtype=page_dtype,
         graphdef=graphdef,
         treedef=treedef,
         weights=tuple(weights),
@@ -267,6 +274,18 @@ def choose_dtype(config: EngineConfig, platform: str) -> np.dtype:
 
 
 def choose_page_dtype(config: EngineConfig, dtype: np.dtype) -> np.dtype:
+def _open_weights(
+    path: pathlib.Path, mesh: Mesh, dtype: np.dtype, quantization: Quantization | None
+) -> WeightStore | None:
+    """Where quantised weights are kept; None for plain ones, and on several devices."""
+    if quantization is None or mesh.size > 1 or jax.process_count() > 1:
+        return None
+    forms = [
+        (form.scheme, form.implementation) for form in (quantization.layers, quantization.embedding)
+    ]
+    return WeightStore(cache_folder() / "weights", path, [dtype.name, *forms])
+
+
     """Of the KV pages; dtype: of activations, which auto follows."""
     name = config.kv_cache_dtype
     return dtype if name == "auto" else np.dtype(jnp.dtype(KV_CACHE_DTYPES[name]))
@@ -290,35 +309,23 @@ def _load_kernels(
     """The model with its ops chosen, attention, and what the log says of them."""
     platform = device.mesh.devices.flat[0].platform
     choice = choose_attention(config, device.config, device.dtype, device.page_dtype, platform)
-    if choice.implementation == "cpu":
-        cpu.load(cache_folder() / "kernels", page_dtype=device.page_dtype)
+    load_kernels(
+        cache_folder() / "kernels",
+        attention=choice,
+        page_dtype=device.page_dtype,
+        quantization=device.quantization,
+        products=device.products,
+    )
     op = functools.partial(paged_attention, implementation=choice)
     sampling = choose_sampling(config, device.config, platform)
     log = {each.op: str(each) for each in (choice, sampling)}
     if device.products:
         log["float_matmul"] = f"float_matmul: {' and '.join(sorted(device.products))}"
-    if "cpu" in device.products:
-        float_cpu.load(cache_folder() / "kernels")
     if device.quantization is not None:
         forms = (device.quantization.layers, device.quantization.embedding)
-        for form in forms:
-            if form.implementation == "cpu":
-                quantized_cpu.load(form.scheme, cache_folder() / "kernels")
         names = " and ".join(sorted({form.implementation for form in forms}))
         log["quantized_matmul"] = f"quantized_matmul: {names}"
     return dataclasses.replace(device, attention=choice, sampling=sampling), op, log
-
-
-def _open_weights(
-    path: pathlib.Path, mesh: Mesh, dtype: np.dtype, quantization: Quantization | None
-) -> WeightStore | None:
-    """Where quantised weights are kept; None for plain ones, and on several devices."""
-    if quantization is None or mesh.size > 1 or jax.process_count() > 1:
-        return None
-    forms = [
-        (form.scheme, form.implementation) for form in (quantization.layers, quantization.embedding)
-    ]
-    return WeightStore(cache_folder() / "weights", path, [dtype.name, *forms])
 
 
 def choose_attention(
