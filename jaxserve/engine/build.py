@@ -226,19 +226,10 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
     dtype = choose_dtype(config, platform)
     reader = open_checkpoint(path)
     model_config = read_model_config(reader)
+    check_divisible(model_config, mesh)
     quantization = choose_quantization(
         config, model_config, reader, mesh, dtype, resolve_kernels(config)
     )
-    if config.random_weights:
-        decoder = make_random_model(
-            model_config, mesh, dtype=dtype, seed=0, quantization=quantization
-        )
-    else:
-        model_config, decoder = load_model(
-    check_divisible(model_config, mesh)
-            reader,
-            mesh,
-            dtype=dtype,
     page_dtype = choose_page_dtype(config, dtype)
     begin_loading_kernels(
         cache_folder() / "kernels",
@@ -246,6 +237,15 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
         page_dtype=page_dtype,
         quantization=quantization,
     )
+    if config.random_weights:
+        decoder = make_random_model(
+            model_config, mesh, dtype=dtype, seed=0, quantization=quantization
+        )
+    else:
+        model_config, decoder = load_model(
+            reader,
+            mesh,
+            dtype=dtype,
             quantization=quantization,
             store=_open_weights(path, mesh, dtype, quantization),
         )
@@ -265,15 +265,6 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
     )
 
 
-def choose_dtype(config: EngineConfig, platform: str) -> np.dtype:
-    """Of weights and activations."""
-    name = config.dtype
-    if name == "auto":
-        name = "float32" if platform == "cpu" else "bfloat16"
-    return np.dtype(jnp.dtype(name))
-
-
-def choose_page_dtype(config: EngineConfig, dtype: np.dtype) -> np.dtype:
 def _open_weights(
     path: pathlib.Path, mesh: Mesh, dtype: np.dtype, quantization: Quantization | None
 ) -> WeightStore | None:
@@ -286,6 +277,15 @@ def _open_weights(
     return WeightStore(cache_folder() / "weights", path, [dtype.name, *forms])
 
 
+def choose_dtype(config: EngineConfig, platform: str) -> np.dtype:
+    """Of weights and activations."""
+    name = config.dtype
+    if name == "auto":
+        name = "float32" if platform == "cpu" else "bfloat16"
+    return np.dtype(jnp.dtype(name))
+
+
+def choose_page_dtype(config: EngineConfig, dtype: np.dtype) -> np.dtype:
     """Of the KV pages; dtype: of activations, which auto follows."""
     name = config.kv_cache_dtype
     return dtype if name == "auto" else np.dtype(jnp.dtype(KV_CACHE_DTYPES[name]))
