@@ -25,6 +25,8 @@ logger = logging.getLogger("jaxserve.engine")
 
 #: A step loop that has not come round for this long counts as stuck.
 STUCK_AFTER_SECONDS = 60.0
+#: How often the link looks whether the engine has become ready.
+_STARTING_MILLISECONDS = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,15 +90,17 @@ class EngineLink:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._in, zmq.POLLIN)
-        next_beat = 0.0
+        next_beat, was_ready = 0.0, False
         while True:
             wait = max(0, int(1000 * (next_beat - time.monotonic())) + 1)
-            events = dict(poller.poll(wait))
+            # Workers hear at once that the engine is ready.
+            events = dict(poller.poll(wait if was_ready else min(wait, _STARTING_MILLISECONDS)))
             if self._in in events and not self._forward():
                 return
             if self._router in events:
                 self._receive()
-            if time.monotonic() >= next_beat:
+            became_ready, was_ready = self.status.ready and not was_ready, self.status.ready
+            if became_ready or time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_SECONDS
                 self._beat_all()
 
