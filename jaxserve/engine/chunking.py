@@ -18,7 +18,7 @@ _AIM = 0.9
 #: Where answers alone take longer than the objective, prompts may add this share to a step.
 _LEAST_SHARE = 0.5
 #: Tokens that prompts always get together, so that they come to an end.
-_LEAST_TOKENS = 16
+_LEAST_TOKENS = 4
 #: A prompt overtakes another if it has this share of the other's tokens left, or less.
 _SHORT = 0.5
 

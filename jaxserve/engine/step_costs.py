@@ -10,32 +10,38 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence, Set
 
-#: Weight of a new step in its bucket's means, once there are more than 1 / this.
-_RATE = 0.15
+#: Weight of a new step in its bucket's means, and in what the slope is made from, once there are
+#: more than 1 / this.
+_RATE, _SLOPE_RATE = 0.15, 0.03
 #: A bucket's pairs must vary by about this many per token before its times count for the slope.
-_LEAST_SPREAD = 100
+_LEAST_SPREAD = 50
 #: A step that took this many times what was expected counts as if it had taken just so many.
 _CLIP = 2.0
+#: A bucket that did not run in so many steps is believed to be slow only if smaller ones say so, too.
+_STALE = 300
 
 
 @dataclasses.dataclass(slots=True)
 class _Means:
-    """Of one bucket: running means of seconds and pairs, and their (co)variance."""
+    """Of one bucket: running means of seconds and pairs, their (co)variance, its last step."""
 
     seconds: float
     pairs: float
+    last: int
     count: int = 1
     variance: float = 0.0
     covariance: float = 0.0
 
-    def add(self, pairs: float, seconds: float) -> None:
+    def add(self, pairs: float, seconds: float, number: int) -> None:
         self.count += 1
-        rate = max(_RATE, 1 / self.count)
+        self.last = number
         more_pairs, more_seconds = pairs - self.pairs, seconds - self.seconds
+        rate = max(_SLOPE_RATE, 1 / self.count)
+        self.variance += rate * (more_pairs**2 - self.variance)
+        self.covariance += rate * (more_pairs * more_seconds - self.covariance)
+        rate = max(_RATE, 1 / self.count)
         self.pairs += rate * more_pairs
         self.seconds += rate * more_seconds
-        self.variance = (1 - rate) * (self.variance + rate * more_pairs**2)
-        self.covariance = (1 - rate) * (self.covariance + rate * more_pairs * more_seconds)
 
 
 class StepCosts:
@@ -44,6 +50,7 @@ class StepCosts:
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
         self._means: dict[int, _Means] = {}
+        self._num_steps = 0
         self._slope = 0.0
         self._bases: dict[int, float] = {}
 
@@ -54,12 +61,15 @@ class StepCosts:
 
     def observe(self, size: int, pairs: float, seconds: float) -> None:
         """A step of the bucket of `size` tokens took so long on the device."""
+        self._num_steps += 1
         means = self._means.get(size)
         if means is None or (means.count == 1 and seconds < means.seconds):
-            self._means[size] = _Means(seconds, pairs)  # a first run is slower than those after it
+            # a first run is slower than those after it
+            self._means[size] = _Means(seconds, pairs, self._num_steps)
         else:
             expected = max(means.seconds + self._slope * (pairs - means.pairs), 0.0)
-            means.add(pairs, min(seconds, _CLIP * expected) if means.count > 1 else seconds)
+            limit = _CLIP * expected if means.count > 1 else seconds
+            means.add(pairs, min(seconds, limit), self._num_steps)
         self._fit_slope()
 
     def predict(self, size: int, pairs: float) -> float:
@@ -69,11 +79,14 @@ class StepCosts:
         return self._bases[size] + self._slope * pairs
 
     def _fit_slope(self) -> None:
-        variance = sum(
-            means.variance + (_LEAST_SPREAD * size) ** 2 for size, means in self._means.items()
-        )
-        covariance = sum(means.covariance for means in self._means.values())
-        self._slope = max(0.0, covariance / variance)
+        telling = [
+            means
+            for size, means in self._means.items()
+            if means.variance > (_LEAST_SPREAD * size) ** 2
+        ]
+        if telling:
+            covariance = sum(means.covariance for means in telling)
+            self._slope = max(0.0, covariance / sum(means.variance for means in telling))
         self._bases.clear()
 
     def _estimate(self) -> None:
@@ -81,12 +94,14 @@ class StepCosts:
             (size, max(0.0, means.seconds - self._slope * means.pairs))
             for size, means in sorted(self._means.items())
         ]
-        highest = float("inf")  # twice the tokens never take more than twice the time
+        fastest = float("inf")  # per token: twice the tokens never take more than twice the time
         for size in self.sizes:
-            base = min(_interpolate(measured, size), highest * size)
+            base, means = _interpolate(measured, size), self._means.get(size)
+            if means is None or self._num_steps - means.last > _STALE:
+                base = min(base, fastest * size)
+            else:
+                fastest = min(fastest, base / size)
             self._bases[size] = base
-            if size in self._means:
-                highest = min(highest, base / size)
 
 
 def _interpolate(measured: list[tuple[int, float]], size: int) -> float:
