@@ -8,6 +8,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxserve.request import SamplingParams
 from jaxserve.sampling.adjust import adjust_logits
@@ -67,6 +68,7 @@ def check(path: pathlib.Path) -> None:
             assert kept[row].argmax() == case["argmax"], case["params"]
 
 
+@pytest.mark.slow  # those that ship are of every kind
 def test_all_golden_distributions(golden):
     check(golden / "f" / "sampling.json")
 

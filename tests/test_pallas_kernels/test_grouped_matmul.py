@@ -35,8 +35,15 @@ def expected(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("tiles", "float32"), ("tiles", "bfloat16"), ("ragged_dot", "float32")),
+        ("reference", "float32"),
+        *(pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in NAMES[1:]),
+    ],
+)
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)
 def test_equals_float64(case: Case, name: str, dtype: str) -> None:
     x, weights, sizes = cases.make_inputs(case, dtype)
