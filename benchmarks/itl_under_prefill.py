@@ -18,7 +18,7 @@ import random
 import statistics
 import time
 
-from jaxserve.config import DEFAULT_MODEL, EngineConfig
+from jaxserve.config import DEFAULT_ITL_TARGET_MS, DEFAULT_MODEL, EngineConfig
 from jaxserve.engine.build import make_engine
 from jaxserve.engine.chunking import ChunkPolicy
 from jaxserve.engine.engine import Engine
@@ -119,9 +119,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--length", type=int, default=4000)
     parser.add_argument("--pause", type=float, default=0.0)
-    parser.add_argument(
-        "--targets", type=float, nargs="+", default=[0, EngineConfig().itl_target_ms]
-    )
+    parser.add_argument("--targets", type=float, nargs="+", default=[0, DEFAULT_ITL_TARGET_MS])
     options = parser.parse_args()
     config = EngineConfig(model=options.model, quantization=options.quantization, speculative="off")
     engine, report = make_engine(config)

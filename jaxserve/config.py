@@ -101,7 +101,8 @@ class EngineConfig:
     kv_memory_bytes: size of the page pool, None for a share of what is free. num_pages overrides it.
     max_queue_len and max_queued_tokens bound what waits; beyond them requests are refused.
     itl_target_ms: what the time between two tokens of an answer should stay below while prompts
-    are computed beside it; 0 for steps as large as they can be.
+    are computed beside it; 0 for steps as large as they can be, None for `DEFAULT_ITL_TARGET_MS` in
+    a server, and 0 offline, where nobody waits for single tokens.
     embeddings: how hidden states are pooled where a request does not say, off for no embeddings.
     speculative: what guesses tokens, num_speculative_tokens: the most per answer and step.
     """
@@ -122,7 +123,7 @@ class EngineConfig:
     async_scheduling: bool = True
     max_queue_len: int = 2048
     max_queued_tokens: int = 2_000_000
-    itl_target_ms: float = 100.0
+    itl_target_ms: float | None = None
     random_weights: bool = False
     kernels: str = "auto"
     embeddings: str = "off"
@@ -166,7 +167,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 2:
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 2")
-        if not 0 <= self.itl_target_ms < math.inf:
+        if self.itl_target_ms is not None and not 0 <= self.itl_target_ms < math.inf:
             raise UsageError(f"--itl-target-ms is {self.itl_target_ms}; it must be at least 0")
         if self.dtype not in DTYPES:
             raise UsageError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -189,6 +190,7 @@ class EngineConfig:
 
 
 DEFAULT_MAX_LEN = 8192
+DEFAULT_ITL_TARGET_MS = 100.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,8 @@ class LLM:
         except TypeError as error:
             known = ", ".join(field.name for field in dataclasses.fields(EngineConfig))
             raise UsageError(f"{error}; the settings are: {known}") from None
+        if config.itl_target_ms is None:
+            config = dataclasses.replace(config, itl_target_ms=0.0)
         path = resolve_model(config.model, cache_folder())
         files = read_tokenizer_files(path)
         self.tokenizer = load_tokenizer(files)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from jaxserve.config import (
+    DEFAULT_ITL_TARGET_MS,
     DEFAULT_MAX_LEN,
     DISTRIBUTED,
     DTYPES,
@@ -49,7 +50,8 @@ ENGINE_HELP: Mapping[str, str] = {
     "max_queue_len": "requests that may wait; more are refused",
     "max_queued_tokens": "prompt tokens that may wait; more are refused",
     "itl_target_ms": "milliseconds between two tokens of an answer that prompts computed beside it "
-    "should keep to, by shorter chunks; 0 for chunks as long as a step allows",
+    "should keep to, by shorter chunks; 0 for chunks as long as a step allows; if not given, "
+    f"{DEFAULT_ITL_TARGET_MS:g} in a server and 0 offline",
     "random_weights": "make weights up instead of reading them, to measure speed",
     "speculative": "ngram guesses an answer's next tokens from what followed the same words before, "
     "where confirming guesses pays; the answers stay the same",

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from checkpoints.open import open_checkpoint
 from checkpoints.resolve import resolve_model
 from jaxserve.config import (
+    DEFAULT_ITL_TARGET_MS,
     DEFAULT_MAX_LEN,
     KV_CACHE_DTYPES,
     EngineConfig,
@@ -199,7 +200,7 @@ def _put_together(config: EngineConfig, runner: DeviceRunner, report: EngineRepo
         chunks=ChunkPolicy(
             StepCosts([bucket.tokens for bucket in report.buckets]),
             max_step_tokens=config.max_num_batched_tokens,
-            objective=config.itl_target_ms / 1000 if config.itl_target_ms else None,
+            objective=_seconds_between_tokens(config),
         ),
     )
     limits = AdmissionLimits(
@@ -218,6 +219,12 @@ def _put_together(config: EngineConfig, runner: DeviceRunner, report: EngineRepo
         asynchronous=config.async_scheduling,
         drafting=make_drafting(config, report.buckets),
     )
+
+
+def _seconds_between_tokens(config: EngineConfig) -> float | None:
+    target = config.itl_target_ms
+    target = DEFAULT_ITL_TARGET_MS if target is None else target
+    return target / 1000 or None
 
 
 def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
