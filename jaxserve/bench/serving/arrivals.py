@@ -17,7 +17,7 @@ def start_times(count: int, rate: float, burstiness: float, seed: int) -> list[f
     if math.isinf(rate) or count == 0:
         return [0.0] * count
     rng = random.Random(f"arrivals-{seed}")
-    gaps = [rng.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count)]
+    gaps = [rng.gammavariate(burstiness, 1.0) for _ in range(count)]
     times = list(itertools.accumulate(gaps))
     scale = count / rate / times[-1]
     return [time * scale for time in times]
