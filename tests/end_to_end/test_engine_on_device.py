@@ -4,10 +4,12 @@ import dataclasses
 import random
 
 import pytest
+from guessing import Reckless
 from tiny_model import VOCAB, write_tiny_llama
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import make_engine
+from jaxserve.engine.drafting import Drafting
 from jaxserve.errors import UsageError
 from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
 
@@ -180,3 +182,41 @@ def test_an_impossible_split_names_both_numbers(model):
 def test_a_context_beyond_the_models_is_refused(model):
     with pytest.raises(UsageError, match=r"--max-model-len is 600.*512"):
         make_engine(dataclasses.replace(SETTINGS, max_model_len=600), model)
+
+
+def test_greedy_and_sampled_answers_are_the_same_with_guesses_and_without(built):
+    engine, report = built
+    kinds = (
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.9, "top_k": 40},
+        {"temperature": 1.2, "min_p": 0.02, "logit_bias": {5: 2.0}},
+        {"temperature": 0.0, "min_tokens": 6, "ignore_eos": False},
+        {"temperature": 0.7, "repetition_penalty": 1.3},  # gets none, but has company
+    )
+    requests = make_requests(10)
+    for number, request in enumerate(requests):
+        params = dataclasses.replace(request.sampling, max_tokens=20, **kinds[number % len(kinds)])
+        requests[number] = dataclasses.replace(request, sampling=params)
+    groups, drafting = (requests[:5], requests[5:]), engine._drafting
+    compiled = report.compilation.after_ready
+    engine._drafting = None
+    plain = [run(engine, group) for group in groups]
+    answers = {
+        tuple(request.prompt_ids): found[request.request_id][0]
+        for group, found in zip(groups, plain, strict=True)
+        for request in group
+    }
+
+    def recall(tokens, count):
+        prompt = next(prompt for prompt in answers if tuple(tokens[: len(prompt)]) == prompt)
+        return answers[prompt][len(tokens) - len(prompt) :][:count]
+
+    for seed, wrong_in in ((0, 10**9), (1, 3)):
+        engine.scheduler.pool.forget_all()
+        speculation = Reckless(recall, vocab=VOCAB, seed=seed, wrong_in=wrong_in, read_in=1)
+        engine._drafting = Drafting(speculation)
+        for group, found in zip(groups, plain, strict=True):
+            check_equal(found, run(engine, group))
+        assert speculation.num_chosen > 50
+    engine._drafting = drafting
+    assert report.compilation.after_ready == compiled
