@@ -8,6 +8,7 @@ from jaxserve.bench.workloads import make_named
 from jaxserve.config import EngineConfig
 from jaxserve.engine.buckets import Bucket, choose_bucket, make_buckets
 from jaxserve.engine.chunking import ChunkPolicy
+from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.step_costs import StepCosts
@@ -69,6 +70,25 @@ def test_on_mixed_lengths_less_than_a_fifth_is_padding(objective):
     everything, answers = serve("mixed32", objective)
     assert everything.padding < 0.05
     assert answers.padding < 0.2
+
+
+def test_metrics_tell_the_padding_of_each_bucket():
+    metrics = EngineMetrics("m")
+    scheduler = Scheduler(PagePool(64, 16), max_num_seqs=4, max_step_tokens=64, prefix_caching=True)
+    for order, length in enumerate((5, 20)):
+        request = GenerationRequest(
+            request_id=str(order), prompt_ids=[order] * length, sampling=SamplingParams()
+        )
+        scheduler.add(Sequence.from_request(request, max_tokens=1, order=order))
+        metrics.on_step(scheduler.schedule(), 8 if length == 5 else 32)
+    text = metrics.text(scheduler)
+    for bucket, tokens, padding in ((8, 5, 3), (32, 20, 12)):
+        labels = f'{{bucket="{bucket}",model_name="m"}}'
+        assert f"jaxserve:step_tokens_total{labels} {tokens}.0" in text
+        assert f"jaxserve:padding_tokens_total{labels} {padding}.0" in text
+    assert 'vllm:iteration_tokens_total_bucket{le="8.0",model_name="m"} 1.0' in text
+    assert 'vllm:iteration_tokens_total_count{model_name="m"} 2.0' in text
+    assert 'vllm:iteration_tokens_total_sum{model_name="m"} 25.0' in text
 
 
 def test_every_step_has_a_bucket_and_the_largest_is_what_was_asked_for():
