@@ -13,8 +13,6 @@ import statistics
 _KEPT = 9
 #: Before so many steps of a kind were seen, its cost is only assumed.
 _ENOUGH = 3
-#: What is assumed for a size that was never run: this much more than the next smaller one's.
-_HOPED = 1.1
 
 
 class TurnCosts:
@@ -34,22 +32,12 @@ class TurnCosts:
         kept = self._seconds.get((size, read_first), ())
         return statistics.median(kept) if len(kept) >= _ENOUGH else None
 
-    def hoped(self, size: int, read_first: bool) -> float | None:
-        """`known`, or else what it would be if all went well; None where nothing is known."""
-        known = self.known(size, read_first)
-        if known is not None:
-            return known
-        other = self.known(size, not read_first)
-        if other is not None:
-            return other
-        smaller = [known for at, _ in self._seconds if at < size and (known := self._any(at))]
-        return max(smaller) * _HOPED if smaller else None
+    def read_first(self, size: int) -> float | None:
+        """Seconds of a step planned late, or else of one planned early; None if neither is known."""
+        known = self.known(size, True)
+        return known if known is not None else self.known(size, False)
 
     def forget_read_first(self) -> None:
         """Steps of this order must be measured anew."""
         for kind in [kind for kind in self._seconds if kind[1]]:
             del self._seconds[kind]
-
-    def _any(self, size: int) -> float | None:
-        known = self.known(size, False)
-        return known if known is not None else self.known(size, True)

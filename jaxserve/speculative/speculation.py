@@ -19,6 +19,8 @@ from jaxserve.speculative.proposer import NOTHING, Draft, Proposer
 
 #: What guesses must promise: costs and shares are estimates.
 _MARGIN = 1.05
+#: What is hoped of a size that was never run: this much more than the next smaller one's cost.
+_HOPED = 1.1
 #: A guess less likely than this is left out even where it costs nothing.
 _UNLIKELY = 0.05
 #: In larger batches looking for guesses would take the host too long.
@@ -139,18 +141,18 @@ class Speculation:
             return None
         sums = [0.0, *itertools.accumulate(ranked)]
         wanted = _MARGIN * num_rows / plain
-        best, best_rate = None, wanted
-        hopeful = False
+        best, best_rate, hopeful, cost = None, wanted, False, plain
         for size in self._sizes[first:]:
             room = min(min(size, self._max_sampled) - num_rows, len(ranked))
-            cost = self._costs.hoped(size, True)
-            if room > 0 and cost is not None:
+            known = self._costs.read_first(size)
+            cost = cost * _HOPED if known is None else known
+            if room > 0:
                 expected = num_rows + sums[room]
                 hopeful = hopeful or expected / plain > wanted
                 if expected / cost > best_rate:
                     best, best_rate = size, expected / cost
-            if room == len(ranked) or size >= self._max_sampled:
-                break
+            if room == len(ranked) or size >= self._max_sampled or known is None:
+                break  # sizes that were never run are tried one after the other
         if best is None and hopeful:
             self._note_too_dear()
         return best
