@@ -17,6 +17,7 @@ from server.storage import Storage, named_errors
 
 #: Seconds for which a file is kept that was uploaded or made without saying for how long.
 KEPT_SECONDS = 30 * 86400
+_LEFT_SECONDS = 86400
 _BUSY = ("validating", "in_progress", "finalizing", "cancelling")
 Json = dict[str, Any]
 
@@ -49,10 +50,7 @@ class FileStore:
         row: id, tenant, expires, name, purpose. Raises StorageError.
         """
         part = self._part(row["id"])
-        with named_errors():
-            size = part.stat().st_size
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
+        size = self._storage.run_beside(lambda: _bring_to_disk(part))
 
         def work(connection: sqlite3.Connection) -> Json:
             used = connection.execute("SELECT coalesce(sum(size), 0) FROM files").fetchone()[0]
@@ -133,10 +131,29 @@ class FileStore:
                 connection.execute("DELETE FROM files WHERE id = ?", (row["id"],))
                 self.path(row["id"]).unlink(missing_ok=True)
 
+            self._remove_leftovers(connection)
+
         self._storage.run(work)
+
+    def _remove_leftovers(self, connection: sqlite3.Connection) -> None:
+        """What uploads left behind whose server died: bytes that no row speaks of."""
+        before = time.time() - _LEFT_SECONDS
+        query = "SELECT 1 FROM files WHERE id = ?"
+        for path in list(self._storage.files.iterdir()):
+            if path.stat().st_mtime < before:
+                known = connection.execute(query, (path.name,)).fetchone()
+                if known is None:
+                    path.unlink(missing_ok=True)
 
     def _part(self, file_id: str) -> pathlib.Path:
         return self._storage.files / f"{file_id}.part"
+
+
+def _bring_to_disk(path: pathlib.Path) -> int:
+    """The file's size, once all of it is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return path.stat().st_size
 
 
 def insert_file(connection: sqlite3.Connection, row: Json) -> None:

@@ -16,8 +16,9 @@ from fake_client import FakeClient
 from openai.types import Batch, FileObject
 from openai.types.batch_create_params import BatchCreateParams
 
-from server.batches import worker
+from server.batches import files, worker
 from server.batches.batch_routes import BatchBody
+from server.batches.files import FileStore
 from server.batches.worker import EXTENSION
 from server.tenant import TENANT_KEY
 
@@ -312,3 +313,36 @@ def test_bad_batches(app: Any, fields: dict[str, Any], status: int, param: str) 
 def test_every_parameter_of_the_official_client_is_known() -> None:
     known = set(BatchBody.__struct_fields__)
     assert set(BatchCreateParams.__annotations__) - known == set()
+
+
+def test_a_disk_that_is_full_while_a_file_arrives(app: Any, monkeypatch: Any) -> None:
+    web = app.test_client()
+    kept = upload(web, b"kept").get_json()["id"]
+
+    def full(self: Any, file_id: str) -> Any:
+        return open("/dev/full", "wb", buffering=0)
+
+    monkeypatch.setattr(FileStore, "begin", full)
+    answer = upload(web, b"x" * 1000)
+    assert (answer.status_code, answer.get_json()["error"]["code"]) == (507, "storage_full")
+    monkeypatch.undo()
+    assert web.get(f"/v1/files/{kept}/content").data == b"kept"
+    assert len(web.get("/v1/files").get_json()["data"]) == 1
+
+
+def test_what_is_old_goes(app: Any, monkeypatch: Any) -> None:
+    web = app.test_client()
+    old = upload(web, b"old").get_json()["id"]
+    batch = begin(web, [line(1)])
+    busy = web.get(f"/v1/batches/{batch}").get_json()["input_file_id"]
+    found = app.extensions[EXTENSION]
+    leftover = found._services.storage.files / "file-torn.part"
+    leftover.write_bytes(b"torn")
+    later = time.time() + 40 * 86400
+    monkeypatch.setattr(files.time, "time", lambda: later)
+    found._files.sweep()
+    monkeypatch.undo()
+    assert not leftover.exists()
+    assert web.get(f"/v1/files/{old}").status_code == 404
+    assert not (found._services.storage.files / old).exists()
+    assert (found._services.storage.files / busy).exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 from typing import Any
 
@@ -78,3 +79,10 @@ def test_other_methods_are_405_with_json(path: str) -> None:
     if "GET" in offered and url.startswith("/v1/models"):
         head = web.open("/v1/models", method="HEAD")
         assert (head.status_code, head.data) == (200, b"")
+
+
+def test_every_route_has_its_words() -> None:
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    pages = {"/", "/static/{name}"}
+    missing = [path for path in DOCUMENT["paths"] if path not in pages and path not in text]
+    assert not missing
