@@ -128,8 +128,10 @@ class Scheduler:
         if not self._free_slots or not len(self._queue):
             return []
         if not self._prefix_caching:
-            return self._queue.candidates(len(self._free_slots))
-        return self._queue.sharing_candidates(len(self._free_slots), self.pool, begun)
+            return self._queue.candidates(len(self._free_slots), self._max_step_tokens)
+        return self._queue.sharing_candidates(
+            len(self._free_slots), self._max_step_tokens, self.pool, begun
+        )
 
     def _plan_prompts(
         self, plan: StepPlan, begun: list[Sequence], candidates: list[Candidate]

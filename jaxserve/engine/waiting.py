@@ -12,13 +12,13 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxserve.engine.fair_queue import FairQueue, keep_turns
 from jaxserve.engine.sequence import Sequence
 from jaxserve.kv.page_pool import PagePool
 
-#: How many of the waiting are looked at in one step.
+#: How many of the waiting are looked at in one step, if they fill it.
 _WINDOW = 16
 #: So many admissions of later ones, and no more, pass a waiting sequence (those of one step aside).
 MAX_OVERTAKEN = 16
@@ -91,23 +91,25 @@ class WaitingQueue:
         more = taken - sequence.num_expected_tokens
         self._fair.settle(sequence.request.tenant, more, sequence.request.weight)
 
-    def candidates(self, count: int) -> list[Candidate]:
-        """The first `count` where prefixes are not kept."""
-        return [Candidate(sequence, 0) for sequence in itertools.islice(self, count)]
+    def candidates(self, count: int, tokens: int) -> list[Candidate]:
+        """The first `count` where prefixes are not kept, or fewer, see `_look`."""
+        return list(itertools.islice(self._look(tokens, lambda sequence: 0), count))
 
     def sharing_candidates(
-        self, count: int, pool: PagePool, begun: Iterable[Sequence]
+        self, count: int, tokens: int, pool: PagePool, begun: Iterable[Sequence]
     ) -> list[Candidate]:
         """At most `count`, in the order in which they should be admitted.
 
-        begun: those whose prompts are being computed, for whose pages others wait.
+        tokens: see `_look`. begun: those whose prompts are being computed, for whose pages others
+        wait.
         """
         size = pool.page_size
         coming = {sequence.next_page_hash(size, sequence.num_computed_tokens) for sequence in begun}
-        found = []
-        for sequence in itertools.islice(self, max(count, _WINDOW)):
-            cached = size * len(pool.match(sequence.page_hashes(size, len(sequence.tokens) - 1)))
-            found.append(Candidate(sequence, cached))
+
+        def find(sequence: Sequence) -> int:
+            return size * len(pool.match(sequence.page_hashes(size, len(sequence.tokens) - 1)))
+
+        found = list(self._look(tokens, find))
         chosen: list[Candidate] = []
         preferred = sorted(found, key=lambda each: each.rank)
         for candidate in keep_turns(found, preferred, lambda each: each.sequence.request.tenant):
@@ -123,6 +125,18 @@ class WaitingQueue:
             if _is_due(sequence):
                 break  # nobody else before it
         return chosen
+
+    def _look(self, tokens: int, find: Callable[[Sequence], int]) -> Iterator[Candidate]:
+        """The first few, and more until they have `tokens` to compute, which fill a step.
+
+        find: tokens of a sequence that are cached.
+        """
+        for number, sequence in enumerate(self):
+            if number >= _WINDOW and tokens <= 0:
+                return
+            candidate = Candidate(sequence, find(sequence))
+            tokens -= len(sequence.tokens) - candidate.cached
+            yield candidate
 
     def count_overtaken(self, admitted: Iterable[Sequence]) -> None:
         """Those that were in the queue before an admitted one have been overtaken."""
