@@ -200,6 +200,9 @@ class ServerConfig:
     data_dir: folder for files, batches and stored responses, None for `state_folder`.
     max_file_bytes bounds one uploaded file, max_data_bytes all that is kept.
     api_keys: file of keys, None for a server that everybody may ask.
+    usage_ledger: whether every request leaves a row in data_dir; trace_requests: how many of the
+    last requests can be looked at step by step. Prices are in any currency; that of cached tokens is
+    that of other prompt tokens if it is None.
     """
 
     host: str = "127.0.0.1"
@@ -215,6 +218,12 @@ class ServerConfig:
     max_file_bytes: int = 200 * 2**20
     max_data_bytes: int = 10 * 2**30
     api_keys: str | None = None
+    usage_ledger: bool = True
+    trace_requests: int = 1000
+    price_per_device_hour: float = 0.0
+    price_per_million_prompt_tokens: float = 0.0
+    price_per_million_cached_tokens: float | None = None
+    price_per_million_generated_tokens: float = 0.0
     log_level: str = "info"
 
     @property
@@ -235,9 +244,14 @@ class ServerConfig:
             ("drain_seconds", 0, 86400),
             ("max_file_bytes", 1, math.inf),
             ("max_data_bytes", 1, math.inf),
+            ("trace_requests", 0, 10**6),
+            ("price_per_device_hour", 0, math.inf),
+            ("price_per_million_prompt_tokens", 0, math.inf),
+            ("price_per_million_cached_tokens", 0, math.inf),
+            ("price_per_million_generated_tokens", 0, math.inf),
         ):
             value = getattr(self, name)
-            if not low <= value <= high:
+            if value is not None and not low <= value <= high:
                 limit = f"at least {low}" if high == math.inf else f"{low} to {high}"
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be {limit}")
         if self.log_level not in LOG_LEVELS:

@@ -112,13 +112,14 @@ class RefusedError(JaxserveError):
 class LimitError(RefusedError):
     """A tenant has used up what it may: for now (429), or what its day allows (402).
 
-    retry_after: seconds after which the same request may be taken.
+    retry_after: seconds after which the same request may be taken. headers: what is left, in HTTP.
     """
 
     def __init__(self, message: str, *, reason: str, retry_after: float, status: int = 429) -> None:
         super().__init__(message, reason=reason)
         self.status = status
         self.retry_after = retry_after
+        self.headers: dict[str, str] = {}
 
 
 class StorageError(RefusedError):

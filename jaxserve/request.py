@@ -207,6 +207,8 @@ class RequestFacts:
 
     Times of `scheduled` and below are seconds of `time.monotonic()`, 0 for what never came.
     num_prefill_tokens: prompt tokens that were computed, again ones after a preemption included.
+    num_pages: pages of the KV pool that its tokens filled, num_cached_pages: of those, the ones that
+    were in the prefix cache.
     device_seconds: its share, by tokens, of the time of each step that it was part of.
     stretches: the steps, if the request was traced.
     """
@@ -216,6 +218,8 @@ class RequestFacts:
     num_generated_tokens: int = 0
     num_prefill_tokens: int = 0
     num_preemptions: int = 0
+    num_pages: int = 0
+    num_cached_pages: int = 0
     padding_tokens: float = 0.0
     queue_seconds: float = 0.0
     device_seconds: float = 0.0

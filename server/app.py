@@ -17,6 +17,7 @@ from jaxserve.tokenizer.protocol import Tokenizer
 from server import errors
 from server.access.gate import Gate
 from server.access.keyring import KeyRing
+from server.access.limits import LimitBook
 from server.anthropic.routes import messages_blueprint
 from server.batches.batch_routes import batches_blueprint
 from server.batches.batches import BatchStore
@@ -26,6 +27,7 @@ from server.batches.worker import EXTENSION as BATCHES
 from server.batches.worker import BatchWorker
 from server.drain import EXTENSION, Drain
 from server.health import health_blueprint
+from server.marks import mark
 from server.metrics import metrics_blueprint
 from server.openai.chat import chat_blueprint
 from server.openai.completions import completions_blueprint
@@ -37,6 +39,12 @@ from server.prompts import Prompts
 from server.responses.routes import responses_blueprint
 from server.services import Services
 from server.storage import Storage
+from server.trace.routes import trace_blueprint
+from server.usage.ledger import EXTENSION as LEDGER
+from server.usage.ledger import Ledger
+from server.usage.meter import Meter
+from server.usage.prices import Prices
+from server.usage.routes import usage_blueprint
 from server.web.routes import web_blueprint
 
 #: Long prompts that are rendered and tokenised at once.
@@ -71,12 +79,20 @@ def create_app(
             chat_template,
             max_bytes=server.max_prompt_bytes,
             run_long=ThreadPool(PROMPT_THREADS).apply,
+            mark=mark,
         ),
         config=server,
         model_name=engine.model_name,
         started=int(time.time()),
         drain=drain,
         storage=Storage(server.data_folder),
+        meter=Meter(
+            Ledger(
+                server.data_folder, rows=server.usage_ledger, traces=server.trace_requests
+            ),
+            LimitBook(server.data_folder),
+            Prices.of(server),
+        ),
     )
     files = FileStore(services.storage, server.max_data_bytes)
     batches = BatchStore(services.storage)
@@ -89,6 +105,8 @@ def create_app(
     app.before_request(_begin)
     app.before_request(Gate(keys).check)
     app.after_request(_send_request_id)
+    app.after_request(services.meter.answered)
+    app.extensions[LEDGER] = services.meter.ledger
     for blueprint in (
         chat_blueprint(services),
         completions_blueprint(services),
@@ -102,6 +120,8 @@ def create_app(
         openapi_blueprint(),
         health_blueprint(services),
         metrics_blueprint(services),
+        usage_blueprint(services),
+        trace_blueprint(services),
         web_blueprint(services),
     ):
         app.register_blueprint(blueprint)
@@ -111,6 +131,7 @@ def create_app(
 def _begin() -> None:
     """Notes when the request came and what it is called: the client's id if it is a sane one."""
     flask.g.arrival = time.monotonic()
+    flask.g.marks = []
     given = flask.request.headers.get("X-Request-Id", "")
     flask.g.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 

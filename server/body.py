@@ -14,6 +14,7 @@ from werkzeug.exceptions import (
 )
 
 from jaxserve.errors import RequestError
+from server.marks import mark
 from server.openai.decode import decode_body
 from server.openai.schema import Body
 
@@ -37,7 +38,9 @@ def read_json(kind: type[AnyBody], max_bytes: int) -> AnyBody:
         raise UnsupportedMediaType(
             f"the content type is {mimetype[:100] or 'missing'!r}; send application/json"
         )
-    return decode_body(_read(max_bytes), kind)
+    data = _read(max_bytes)
+    mark("body_read")
+    return decode_body(data, kind)
 
 
 def _read(max_bytes: int) -> bytes:

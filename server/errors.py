@@ -74,6 +74,8 @@ def error_response(error: Exception) -> flask.Response:
     if status in (402, 429, 503):
         seconds = error.retry_after if isinstance(error, LimitError) else RETRY_AFTER_SECONDS
         response.headers["Retry-After"] = str(max(1, math.ceil(seconds)))
+    if isinstance(error, LimitError):
+        response.headers.update(error.headers)
     if status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     valid_methods = getattr(error, "valid_methods", None)

@@ -6,7 +6,9 @@ Whatever happens to the request, `close` runs and leaves nothing at work in the 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Self
 
@@ -22,6 +24,7 @@ from server.disconnect import ConnectionWatch
 from server.errors import error_body
 from server.services import Services
 from server.tenant import BACKGROUND_PRIORITY, is_background
+from server.usage.meter import current_measured
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -45,10 +48,14 @@ class Generation:
         requests = make_generation_requests(ask, info)
         self.readers = [AnswerReader(services.tokenizer, request) for request in requests]
         self.n = ask.n
-        self._submission = client.submit(requests)
+        self._submission = services.meter.submit(
+            client, requests, answers_per_prompt=ask.n, max_tokens=ask.sampling.max_tokens
+        )
+        self._measured = current_measured()
         self._watch = ConnectionWatch(flask.request.environ, self._submission.hang_up)
         try:
             self._submission.accept()
+            self._measured.accepted = time.monotonic()
         except BaseException:
             self.close()
             raise
@@ -61,7 +68,10 @@ class Generation:
 
     def pieces(self) -> Iterator[tuple[int, RequestOutput]]:
         """Pieces of all answers with their numbers, as they come."""
-        return read_answers(self._submission, self.readers)
+        for indexed_piece in read_answers(self._submission, self.readers):
+            self._measured.piece()
+            yield indexed_piece
+        self._measured.release()
 
     def whole(self) -> list[RequestOutput]:
         """All answers, complete; nothing stays at work."""
@@ -91,9 +101,9 @@ class Generation:
         self, events: Iterator[bytes], done: bytes, failed: Callable[[Exception], bytes]
     ) -> Iterator[bytes]:
         try:
-            yield from events
-            if done:
-                yield done
+            for event in itertools.chain(events, [done] if done else []):
+                yield event
+                self._measured.wrote(len(event))
         except HungUpError:
             return
         except Exception as error:

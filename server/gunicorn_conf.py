@@ -9,6 +9,7 @@ from typing import Any
 from server.children import die_with_parent
 from server.drain import follow_worker
 from server.settings import FrontSettings
+from server.usage.ledger import EXTENSION as LEDGER
 
 _settings = FrontSettings.from_environment()
 
@@ -37,6 +38,12 @@ def post_fork(arbiter: Any, worker: Any) -> None:
 def post_worker_init(worker: Any) -> None:
     """The application hears of SIGTERM through the worker."""
     follow_worker(worker)
+
+
+def worker_exit(arbiter: Any, worker: Any) -> None:
+    """What the worker has measured last is written down."""
+    if worker.wsgi is not None:
+        worker.wsgi.extensions[LEDGER].write_last()
 
 
 def child_exit(arbiter: Any, worker: Any) -> None:

@@ -6,6 +6,7 @@ tokeniser lets go of the interpreter's lock); short ones are not worth the detou
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -30,7 +31,8 @@ class Prompts:
     """Makes prompt ids.
 
     max_bytes: longest text of one request, in UTF-8 bytes. run_long: calls its argument, the work
-    of a long prompt, and returns what that returns.
+    of a long prompt, and returns what that returns. mark: told when which step was done, in seconds
+    of `time.monotonic()`.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class Prompts:
         *,
         max_bytes: int,
         run_long: Callable[[Callable[[], Any]], Any] = run_here,
+        mark: Callable[[str, float], None] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._max_bytes = max_bytes
         self._run_long = run_long
+        self._mark = mark
 
     def chat(
         self,
@@ -63,6 +67,8 @@ class Prompts:
             add_generation_prompt = not continue_final_message
         size = sum(_size(message.get("content")) for message in messages)
 
+        rendered: list[float] = []
+
         def assemble() -> list[int]:
             return assemble_chat(
                 self._tokenizer,
@@ -71,9 +77,13 @@ class Prompts:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_arguments=template_kwargs,
+                on_rendered=lambda: rendered.append(time.monotonic()),
             )
 
-        return _keep(self._run(assemble, size, "messages"), keep_last)
+        ids = _keep(self._run(assemble, size, "messages"), keep_last)
+        self._note("context_assembled", *rendered)
+        self._note("tokenised", time.monotonic())
+        return ids
 
     def texts(
         self,
@@ -95,10 +105,17 @@ class Prompts:
             ]
 
         try:
-            return [_keep(ids, keep_last) for ids in self._run(assemble, size, param)]
+            found = [_keep(ids, keep_last) for ids in self._run(assemble, size, param)]
+            self._note("tokenised", time.monotonic())
+            return found
         except RequestError as error:
             error.param = param if error.param == "prompt" else error.param
             raise
+
+    def _note(self, step: str, *moments: float) -> None:
+        if self._mark is not None:
+            for moment in moments:
+                self._mark(step, moment)
 
     def _run(self, assemble: Callable[[], Result], size: int, param: str) -> Result:
         if size > self._max_bytes:

@@ -39,7 +39,7 @@ def read_scores(
         )
         for number, prompt_ids in enumerate(prompts)
     ]
-    submission = client.submit(requests)
+    submission = services.meter.submit(client, requests, max_tokens=0)
     watch = ConnectionWatch(flask.request.environ, submission.hang_up)
     found: dict[int, Output] = {}
     try:

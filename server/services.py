@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from jaxserve.client import EngineClient
 from jaxserve.config import ServerConfig
@@ -13,6 +14,9 @@ from jaxserve.tokenizer.protocol import Tokenizer
 from server.drain import SHUTTING_DOWN, Drain
 from server.prompts import Prompts
 from server.storage import Storage
+
+if TYPE_CHECKING:
+    from server.usage.meter import Meter
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,7 @@ class Services:
     started: int
     drain: Drain
     storage: Storage
+    meter: Meter
 
     def engine(self) -> tuple[EngineClient, EngineInfo]:
         """The engine for the next request and what it said of itself. Raises EngineGoneError."""

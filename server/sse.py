@@ -6,7 +6,7 @@ differ in nothing but their text: `TextEvent` writes the rest of the object once
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import flask
@@ -46,9 +46,28 @@ class TextEvent:
 
 def event_stream(events: Iterator[bytes]) -> flask.Response:
     """An answer that sends `events` as they come, past every cache and buffer."""
-    return flask.Response(
+    return _EventStream(
         events,
         mimetype="text/event-stream",
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         direct_passthrough=True,
     )
+
+
+class _EventStream(flask.Response):
+    """Hands its events through as they are, and still does at its end what `call_on_close` says."""
+
+    def get_app_iter(self, environ: Any) -> Any:
+        """What the WSGI server iterates over, and closes whatever happens."""
+        return _Closing(super().get_app_iter(environ), self.close)
+
+
+class _Closing:
+    """An iterable that costs nothing per item: its iterator is the original one's."""
+
+    def __init__(self, items: Iterable[bytes], close: Callable[[], None]) -> None:
+        self._items = items
+        self.close = close
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._items)

@@ -22,6 +22,8 @@ def make_app(
     """settings: fields of ServerConfig. folder: where the application keeps files, if anywhere."""
     if folder is not None:
         settings["data_dir"] = str(folder)
+    else:
+        settings = {"usage_ledger": False, "trace_requests": 0, **settings}
     return create_app(
         client or FakeClient(),  # type: ignore[arg-type]
         ByteTokenizer(),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fake_engine import Job
+import msgspec
+from fake_engine import Job, fake_facts
 
-from jaxserve.client import Submission
+from jaxserve.client import EndListener, Submission
 from jaxserve.messages import EngineInfo, Output
 from jaxserve.request import GenerationRequest
 
@@ -24,7 +25,9 @@ class FakeClient:
     def not_ready_reason(self) -> str | None:
         return None
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> Submission:
+    def submit(
+        self, requests: Sequence[GenerationRequest], listener: EndListener | None = None
+    ) -> Submission:
         self.requests += requests
         submission = Submission(lambda message: None, lambda rid: None)
         for rid in range(len(requests)):
@@ -35,8 +38,13 @@ class FakeClient:
             finished = False
             while not finished:
                 output = job.step()
-                submission.deliver(rid, output)
                 finished = output.finish_reason is not None
+                if finished:
+                    facts = fake_facts(job, output.finish_reason)
+                    output = msgspec.structs.replace(output, facts=facts)
+                submission.deliver(rid, output)
+            if listener is not None:
+                listener.ended(rid, output)
         return submission
 
     def metrics(self) -> str:

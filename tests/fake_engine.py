@@ -40,7 +40,14 @@ from jaxserve.messages import (
     decode_from_worker,
     encode,
 )
-from jaxserve.request import GenerationRequest, Score, TokenLogprobs
+from jaxserve.request import (
+    FinishReason,
+    GenerationRequest,
+    RequestFacts,
+    Score,
+    StepStretch,
+    TokenLogprobs,
+)
 
 EOS_IDS = (257, 259)
 VOCAB = 260
@@ -125,6 +132,37 @@ class Job:
         return Output(0, [token], finish, self.num_cached, logprobs)
 
 
+def fake_facts(job: Job, reason: str | None) -> RequestFacts:
+    """A millisecond of device time per token, the prompt in one chunk of 16 times 2**k tokens."""
+    made, length, now = len(job.made), len(job.request.prompt_ids), time.monotonic()
+    computed = length - job.num_cached
+    bucket = 16
+    while bucket < computed:
+        bucket *= 2
+    chunk = {"tokens": computed, "bucket_tokens": bucket, "padding_tokens": bucket - computed}
+    stretches = [
+        StepStretch(kind="prefill", begun=now, ended=now, steps=1, rows=1, **chunk),
+        StepStretch(kind="decode", begun=now, ended=now, steps=made, tokens=made, rows=made),
+    ]
+    return RequestFacts(
+        finish_reason=FinishReason(reason or "abort"),
+        num_cached_tokens=job.num_cached,
+        num_generated_tokens=made,
+        num_prefill_tokens=computed,
+        num_pages=-(-(length + made) // 16),
+        num_cached_pages=job.num_cached // 16,
+        padding_tokens=bucket - computed,
+        queue_seconds=0.25,
+        device_seconds=(computed + made) / 1000,
+        steps=1 + made,
+        scheduled=now,
+        first_token=now if made else 0.0,
+        last_token=now if made else 0.0,
+        ended=now,
+        stretches=[each for each in stretches if each.steps] if job.request.trace else [],
+    )
+
+
 class FakeEngine:
     """The step loop: one token per running request and step."""
 
@@ -161,11 +199,16 @@ class FakeEngine:
         for key in [key for key in (*self.waiting, *self.running) if key[0] == worker]:
             self.abort(key, "abort")
 
-    def abort(self, key: Key, reason: str) -> None:
+    def end(self, worker: bytes, rid: int, reason: str) -> None:
+        facts = self.abort((worker, rid), reason)
+        self.send(worker, StepOutputs([Output(rid, [], reason, facts=facts)]))
+
+    def abort(self, key: Key, reason: str) -> RequestFacts | None:
         job = self.waiting.pop(key, None) or self.running.pop(key, None)
         if job:
             self.finished[reason] += 1
             self.note(reason, rid=key[1], made=len(job.made), id=job.request.request_id)
+        return fake_facts(job, reason) if job else None
 
     def beat(self) -> Beat:
         ready = time.monotonic() - self.started >= self.args.load_seconds
@@ -232,7 +275,7 @@ class FakeEngine:
                 self.submit(worker, message)
             elif isinstance(message, Abort):
                 for rid in message.rids:
-                    self.abort((worker, rid), message.reason)
+                    self.end(worker, rid, message.reason)
             elif isinstance(message, MetricsRequest):
                 self.send(worker, MetricsReply(message.rid, self.metrics()))
             elif isinstance(message, Goodbye):
@@ -256,6 +299,8 @@ class FakeEngine:
             if output.finish_reason:
                 del self.running[key]
                 self.finished[output.finish_reason] += 1
+                facts = fake_facts(job, output.finish_reason)
+                output = msgspec.structs.replace(output, facts=facts)
             outputs[key[0]].append(msgspec.structs.replace(output, rid=key[1]))
             if self.args.log_tokens:
                 self.note("token", id=job.request.request_id)

@@ -69,7 +69,7 @@ class RunningServer:
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, str(TESTS / "byte_front.py"), msgspec.json.encode(setup).decode()],
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": path, "JAXSERVE_STATE": str(folder / "state")},
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,

@@ -77,6 +77,13 @@ SERVER_HELP: Mapping[str, str] = {
     "max_data_bytes": "all that may be kept in --data-dir together",
     "api_keys": "file of API keys, as `jaxserve keys` writes it; nothing but /health and /ready is "
     "answered without a key then",
+    "usage_ledger": "keep a row for every request in --data-dir, for /v1/usage and `jaxserve usage`",
+    "trace_requests": "how many of the last requests can be looked at step by step; 0 for none",
+    "price_per_device_hour": "price of an hour of the device's time, which requests share",
+    "price_per_million_prompt_tokens": "price of a million tokens of prompts",
+    "price_per_million_cached_tokens": "price of a million of those that were in the prefix cache; "
+    "if not given, that of other prompt tokens",
+    "price_per_million_generated_tokens": "price of a million tokens of answers",
     "drain_seconds": "how long open answers may take to finish after SIGTERM",
     "log_level": "how much the server says",
 }

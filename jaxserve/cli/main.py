@@ -28,6 +28,7 @@ VERBS = (
     "quality",
     "doctor",
     "keys",
+    "usage",
 )
 INTERRUPTED = 130
 BROKEN_PIPE = 141

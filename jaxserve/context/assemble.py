@@ -6,7 +6,7 @@ text, never in a message, and in a completion's prompt if the caller says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxserve.context.chat_template import ChatTemplate
@@ -26,10 +26,12 @@ def assemble_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_arguments: Mapping[str, Any] | None = None,
+    on_rendered: Callable[[], None] | None = None,
 ) -> list[int]:
     """The prompt of a chat. Special tokens written in messages or tools stay ordinary text.
 
-    template_arguments: more variables for the template.
+    template_arguments: more variables for the template. on_rendered: called between the two steps,
+    once the text is there.
     Raises RequestError that names the field: no template, refused messages, text that is not
     Unicode.
     """
@@ -54,6 +56,8 @@ def assemble_chat(
         **literal.hide(arguments),
     )
     text, ranges = literal.reveal(rendered)
+    if on_rendered is not None:
+        on_rendered()
     return _encode(tokenizer, text, param="messages", parse_special=True, literal=ranges)
 
 

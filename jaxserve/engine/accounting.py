@@ -111,7 +111,7 @@ class Accounting:
             if stretches is not None:
                 stretches.add(step, count, padding)
 
-    def close(self, sequence: Sequence, reason: FinishReason) -> RequestFacts:
+    def close(self, sequence: Sequence, reason: FinishReason, page_size: int) -> RequestFacts:
         """A request has ended: what it cost."""
         account = self._accounts.pop(sequence.request.request_id, None) or Account()
         times, now = sequence.times, time.monotonic()
@@ -123,6 +123,8 @@ class Accounting:
             num_generated_tokens=sequence.num_output_tokens,
             num_prefill_tokens=account.prefill_tokens,
             num_preemptions=sequence.num_preemptions,
+            num_pages=-(-len(sequence.tokens) // page_size) if times.scheduled else 0,
+            num_cached_pages=sequence.num_cached_tokens // page_size,
             padding_tokens=account.padding_tokens,
             queue_seconds=max(0.0, begun - times.arrival),
             device_seconds=account.device_seconds,

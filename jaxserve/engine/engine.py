@@ -370,7 +370,7 @@ class Engine:
             finish_reason=reason,
             num_cached_tokens=sequence.num_cached_tokens,
             error=error,
-            facts=self._accounting.close(sequence, reason),
+            facts=self._accounting.close(sequence, reason, self.scheduler.pool.page_size),
         )
 
     def _fail(self, error: Exception) -> list[TokenOutput]:

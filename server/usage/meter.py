@@ -1,0 +1,106 @@
+"""Takes requests to the engine within their tenant's limits, and has each of them measured.
+
+Beside steps 3 to 9. The one way from a route to `EngineClient.submit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import flask
+
+from jaxserve.client import EngineClient, Submission
+from jaxserve.errors import RequestError
+from jaxserve.request import GenerationRequest
+from server.access.gate import current_caller
+from server.access.limits import LimitBook
+from server.usage.ledger import Ledger
+from server.usage.measured import Measured
+from server.usage.prices import Prices
+
+#: Tokens of an answer that are reckoned with where the request does not bound it.
+EXPECTED_ANSWER = 256
+
+
+class Meter:
+    """One per worker."""
+
+    def __init__(self, ledger: Ledger, limits: LimitBook, prices: Prices) -> None:
+        self.ledger = ledger
+        self._limits = limits
+        self._prices = prices
+
+    def submit(
+        self,
+        client: EngineClient,
+        requests: Sequence[GenerationRequest],
+        *,
+        answers_per_prompt: int = 1,
+        max_tokens: int | None = None,
+    ) -> Submission:
+        """Submits what the current HTTP request asks of the engine.
+
+        requests: the answers to a prompt side by side. max_tokens: of each answer, if it was given.
+        Raises LimitError, RequestError, EngineGoneError.
+        """
+        caller = current_caller()
+        if caller.name and not caller.tenant.admin and any(each.priority < 0 for each in requests):
+            raise RequestError("priority below 0 needs an admin's key", param="priority")
+        measured = self._measured(requests, answers_per_prompt, max_tokens)
+        measured.model = "" if client.info is None else client.info.model_name
+        asked = [
+            dataclasses.replace(
+                request,
+                tenant=caller.name,
+                weight=caller.tenant.weight,
+                trace=self.ledger.max_traces > 0,
+            )
+            for request in requests
+        ]
+        part = measured.add([len(each.prompt_ids) for each in asked], answers_per_prompt)
+        try:
+            return client.submit(asked, part)
+        except BaseException:
+            part.never_sent()
+            raise
+
+    def answered(self, response: flask.Response) -> flask.Response:
+        """For every response: what is left of the limits, and the moment when it has been sent."""
+        measured: Measured | None = flask.g.get("measured")
+        if measured is not None:
+            response.headers.update(measured.headers)
+            measured.status = response.status_code
+            if response.is_streamed:
+                response.call_on_close(measured.sent)
+            else:
+                measured.num_bytes = response.content_length or 0
+                measured.sent()
+        return response
+
+    def _measured(
+        self,
+        requests: Sequence[GenerationRequest],
+        answers_per_prompt: int,
+        max_tokens: int | None,
+    ) -> Measured:
+        """The current HTTP request's, which may ask more than once."""
+        measured: Measured | None = flask.g.get("measured")
+        if measured is None:
+            caller = current_caller()
+            prompt = sum(len(each.prompt_ids) for each in requests[::answers_per_prompt])
+            answer = EXPECTED_ANSWER if max_tokens is None else max_tokens
+            generated = answer * len(requests)
+            cost = self._prices.cost(
+                prompt=prompt, cached=0, generated=generated, device_seconds=0.0
+            )
+            admission = self._limits.admit(caller.name, caller.tenant, prompt + generated, cost)
+            measured = Measured(self.ledger, self._limits, self._prices, admission)
+            flask.g.measured = measured
+        return measured
+
+
+def current_measured() -> Measured:
+    """What is noted of the current HTTP request, which has asked the engine."""
+    measured: Measured = flask.g.measured
+    return measured
