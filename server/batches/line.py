@@ -50,8 +50,10 @@ def answer_line(app: flask.Flask, line: InputLine, tenant: str) -> tuple[int, Li
     )
 
 
-def unanswered_line(line: InputLine, code: str, message: str) -> LineAnswer:
-    """What the error file says of a line that was not begun."""
+def failed_line(
+    line: InputLine, code: str, message: str, outcome: Outcome = Outcome.FAILED
+) -> LineAnswer:
+    """What the error file says of a line that has no response."""
     assert line.data is not None, "the file was checked"
     entry = {
         "id": answer_id(line),
@@ -59,9 +61,7 @@ def unanswered_line(line: InputLine, code: str, message: str) -> LineAnswer:
         "response": None,
         "error": {"code": code, "message": message},
     }
-    return LineAnswer(
-        number=line.number, outcome=Outcome.NOT_BEGUN, data=msgspec.json.encode(entry) + b"\n"
-    )
+    return LineAnswer(number=line.number, outcome=outcome, data=msgspec.json.encode(entry) + b"\n")
 
 
 def _refuse_stream(body: bytes) -> None:

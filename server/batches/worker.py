@@ -21,9 +21,9 @@ from gevent.pool import Pool
 
 from jaxserve.errors import ResourceError, StorageError
 from jaxserve.offline.batch_input import InputLine, open_input, read_lines
-from server.batches.batches import BatchStore, LineAnswer
+from server.batches.batches import BatchStore, LineAnswer, Outcome
 from server.batches.files import FileStore
-from server.batches.line import answer_line, unanswered_line
+from server.batches.line import answer_line, failed_line
 from server.batches.results import ResultFiles
 from server.batches.validate import check_file
 from server.services import Services
@@ -190,7 +190,8 @@ class _Run:
                     break
                 if time.time() >= self._expires:
                     words = "the batch's window was over before this line was begun"
-                    self._waiting.append(unanswered_line(line, "batch_expired", words))
+                    late = failed_line(line, "batch_expired", words, Outcome.NOT_BEGUN)
+                    self._waiting.append(late)
                 else:
                     while not self._pool.wait_available(timeout=_POLL_SECONDS):
                         self._keep()
@@ -207,7 +208,11 @@ class _Run:
         self.interrupted = self._worker.stopping and self.status == "in_progress"
 
     def _one(self, line: InputLine) -> None:
-        answer = self._worker.line(line, self._tenant)
+        try:
+            answer = self._worker.line(line, self._tenant)
+        except Exception:
+            logger.exception("line %d of %s could not be answered", line.number, self._id)
+            answer = failed_line(line, "server_error", "internal error; the server's log says more")
         if answer is not None:
             self._waiting.append(answer)
 

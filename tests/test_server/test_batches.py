@@ -346,3 +346,21 @@ def test_what_is_old_goes(app: Any, monkeypatch: Any) -> None:
     assert web.get(f"/v1/files/{old}").status_code == 404
     assert not (found._services.storage.files / old).exists()
     assert (found._services.storage.files / busy).exists()
+
+
+def test_a_line_that_breaks_the_worker_fails_alone(app: Any, monkeypatch: Any) -> None:
+    web = app.test_client()
+    batch_id = begin(web, [line(number) for number in range(1, 4)])
+    answer = worker.answer_line
+
+    def broken(app: Any, given: Any, tenant: str) -> Any:
+        if given.number == 2:
+            raise ValueError("a bug")
+        return answer(app, given, tenant)
+
+    monkeypatch.setattr(worker, "answer_line", broken)
+    work(app)
+    batch = web.get(f"/v1/batches/{batch_id}").get_json()
+    assert (batch["status"], batch["request_counts"]["failed"]) == ("completed", 1)
+    assert read(web, batch["output_file_id"]).keys() == {"line-1", "line-3"}
+    assert read(web, batch["error_file_id"])["line-2"]["error"]["code"] == "server_error"
