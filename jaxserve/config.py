@@ -190,6 +190,18 @@ class EngineConfig:
 
 
 DEFAULT_MAX_LEN = 8192
+#: How a model may write calls of tools, and what it thinks; auto asks its chat template.
+TOOL_PARSERS = (
+    "auto",
+    "none",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "mistral_args",
+    "gemma",
+    "functiongemma",
+)
+REASONING_PARSERS = ("auto", "none", "deepseek")
 DEFAULT_ITL_TARGET_MS = 100.0
 
 
@@ -224,6 +236,8 @@ class ServerConfig:
     price_per_million_prompt_tokens: float = 0.0
     price_per_million_cached_tokens: float | None = None
     price_per_million_generated_tokens: float = 0.0
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     log_level: str = "info"
 
     @property
@@ -233,6 +247,12 @@ class ServerConfig:
 
     def validate(self) -> None:
         """Raises UsageError naming the flag to change."""
+        for flag, given, known in (
+            ("--tool-parser", self.tool_parser, TOOL_PARSERS),
+            ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
+        ):
+            if given not in known:
+                raise UsageError(f"{flag} is {given!r}; it must be one of {', '.join(known)}")
         for name, low, high in (
             ("port", 0, 65535),
             ("workers", 1, 1024),

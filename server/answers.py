@@ -23,7 +23,14 @@ class AnswerReader:
     come after a stop string are neither shown nor counted.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: GenerationRequest,
+        *,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """shown: special tokens that the text shows, for whoever reads it further."""
         sampling = request.sampling
         self.request = request
         self.num_tokens = 0
@@ -34,6 +41,7 @@ class AnswerReader:
             skip_special=sampling.skip_special_tokens,
             stop=sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
+            shown=shown,
         )
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -44,7 +52,8 @@ class AnswerReader:
         finish: FinishReason | None = None
         stop_reason: str | int | None = None
         for position, token in enumerate(output.token_ids):
-            ends = position == len(output.token_ids) - 1 and output.finish_reason == "stop"
+            last = position == len(output.token_ids) - 1
+            ends = last and output.finish_reason == "stop" and self._is_end(token)
             self.num_tokens += 1
             self._token_ids.append(token)
             if output.logprobs is not None:
@@ -65,6 +74,18 @@ class AnswerReader:
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.finished = finish is not None
         return self._piece(text, finish, stop_reason) if text or self.finished else None
+
+    def _is_end(self, token: int) -> bool:
+        """Whether the token that an answer stopped with is no part of its text.
+
+        An answer of a given form also stops where nothing can follow.
+        """
+        request = self.request
+        return (
+            request.grammar is None
+            or token in request.eos_ids
+            or token in request.sampling.stop_token_ids
+        )
 
     def _piece(
         self, text: str, finish: FinishReason | None, stop_reason: str | int | None

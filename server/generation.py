@@ -46,7 +46,9 @@ class Generation:
             later = min(ask.priority + BACKGROUND_PRIORITY, MAX_PRIORITY)
             ask = dataclasses.replace(ask, priority=max(ask.priority, later))
         requests = make_generation_requests(ask, info)
-        self.readers = [AnswerReader(services.tokenizer, request) for request in requests]
+        self.readers = [
+            AnswerReader(services.tokenizer, request, shown=ask.shown_ids) for request in requests
+        ]
         self.n = ask.n
         self._submission = services.meter.submit(
             client, requests, answers_per_prompt=ask.n, max_tokens=ask.sampling.max_tokens

@@ -6,6 +6,7 @@ tokeniser lets go of the interpreter's lock); short ones are not worth the detou
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,7 +14,9 @@ from typing import Any, TypeVar
 from jaxserve.context.assemble import assemble_chat, assemble_completion
 from jaxserve.context.chat_template import ChatTemplate
 from jaxserve.errors import PromptTooLongError, RequestError
+from jaxserve.request import Grammar
 from jaxserve.routing.limits import TOO_LONG
+from jaxserve.structured.check import GrammarChecker
 from jaxserve.tokenizer.protocol import Tokenizer
 
 #: Bytes of text up to which a prompt is tokenised at once, in well under a millisecond.
@@ -45,10 +48,11 @@ class Prompts:
         mark: Callable[[str, float], None] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._template = template
+        self.template = template
         self._max_bytes = max_bytes
         self._run_long = run_long
         self._mark = mark
+        self._grammars = GrammarChecker(tokenizer)
 
     def chat(
         self,
@@ -57,23 +61,27 @@ class Prompts:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
         keep_last: int | None = None,
     ) -> list[int]:
         """The prompt of a chat; without a word about it, it ends where the assistant begins.
 
-        keep_last: how many tokens to keep from the end. Raises RequestError.
+        tools: what the template shows to the model. keep_last: how many tokens to keep from the
+        end. Raises RequestError.
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         size = sum(_size(message.get("content")) for message in messages)
+        size += len(json.dumps(tools)) if tools else 0
 
         rendered: list[float] = []
 
         def assemble() -> list[int]:
             return assemble_chat(
                 self._tokenizer,
-                self._template,
+                self.template,
                 messages,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_arguments=template_kwargs,
@@ -111,6 +119,11 @@ class Prompts:
         except RequestError as error:
             error.param = param if error.param == "prompt" else error.param
             raise
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Raises RequestError naming the field where the grammar cannot be enforced."""
+        if not self._grammars.knows(grammar):
+            self._run_long(lambda: self._grammars.check(grammar))
 
     def _note(self, step: str, *moments: float) -> None:
         if self._mark is not None:

@@ -20,7 +20,9 @@ from jaxserve.config import (
     EMBEDDINGS,
     KV_CACHE_DTYPES,
     LOG_LEVELS,
+    REASONING_PARSERS,
     SPECULATIVE,
+    TOOL_PARSERS,
     EngineConfig,
     HostsConfig,
     ServerConfig,
@@ -84,6 +86,9 @@ SERVER_HELP: Mapping[str, str] = {
     "price_per_million_cached_tokens": "price of a million of those that were in the prefix cache; "
     "if not given, that of other prompt tokens",
     "price_per_million_generated_tokens": "price of a million tokens of answers",
+    "tool_parser": "how the model writes calls of tools: auto looks at its chat template",
+    "reasoning_parser": "how the model's thoughts stand in its answers: auto looks at its chat "
+    "template, deepseek is <think>...</think>",
     "drain_seconds": "how long open answers may take to finish after SIGTERM",
     "log_level": "how much the server says",
 }
@@ -115,6 +120,8 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "dtype": DTYPES,
     "embeddings": EMBEDDINGS,
     "kv_cache_dtype": KV_CACHE_DTYPES,
+    "tool_parser": TOOL_PARSERS,
+    "reasoning_parser": REASONING_PARSERS,
     "log_level": LOG_LEVELS,
     "speculative": SPECULATIVE,
 }

@@ -45,6 +45,9 @@ class ChatTemplate:
             for key, value in special.items()
             if key.endswith("_token") and isinstance(value, str)
         }
+        #: The template's text, and whether it shows tools to the model.
+        self.source = source
+        self.takes_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))
         self._takes_parts = _loops_over_content(tree)
         self._takes_text = not self._takes_parts or _tests_for_string(tree)
 

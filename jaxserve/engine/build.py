@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
+import threading
 import time
 from collections.abc import Iterator
 
@@ -67,6 +68,8 @@ from jaxserve.models.weight_store import WeightStore
 from jaxserve.parallel.mesh import check_divisible, make_mesh
 from jaxserve.quantization.weights import Quantization
 from jaxserve.sampling.limits import SamplingLimits
+from jaxserve.structured.matcher import Grammars
+from jaxserve.structured.vocabulary import load_vocabulary
 from pallas_kernels import dispatch
 from pallas_kernels.errors import KernelError
 from pallas_kernels.paged_attention.api import paged_attention
@@ -85,11 +88,16 @@ def make_engine(
     model: the files, when they were resolved already. hosts: what `hosts.lead` gave, None for this
     process alone. Raises JaxserveError or CheckpointError.
     """
-    device, report = make_device(config, model, hosts)
+    config.validate()
+    path = model if model is not None else resolve_model(config.model, cache_folder())
+    grammars = _make_grammars(path)
+    threading.Thread(target=grammars.prepare, name="vocabulary", daemon=True).start()
+    device, report = make_device(config, path, hosts)
     runner = DeviceRunner(device, _runner_shape(config, report))
     runner.warm_up()
     return_freed_memory()
-    engine = _put_together(config, runner, report)
+    engine = _put_together(config, runner, report, grammars)
+    grammars.prepare()  # it keeps the interpreter's lock, and must not do so once there are answers
     log_report(report)
     report.compilation.mark_ready()
     return engine, report
@@ -191,7 +199,9 @@ def _runner_shape(config: EngineConfig, report: EngineReport) -> RunnerShape:
     )
 
 
-def _put_together(config: EngineConfig, runner: DeviceRunner, report: EngineReport) -> Engine:
+def _put_together(
+    config: EngineConfig, runner: DeviceRunner, report: EngineReport, grammars: Grammars
+) -> Engine:
     scheduler = Scheduler(
         PagePool(report.memory.num_pages, config.page_size),
         max_num_seqs=config.max_num_seqs,
@@ -218,6 +228,14 @@ def _put_together(config: EngineConfig, runner: DeviceRunner, report: EngineRepo
         metrics,
         asynchronous=config.async_scheduling,
         drafting=make_drafting(config, report.buckets),
+        grammars=grammars,
+    )
+
+
+def _make_grammars(path: pathlib.Path) -> Grammars:
+    model = read_model_config(open_checkpoint(path))
+    return Grammars(
+        lambda: load_vocabulary(path, model.vocab_size, model.eos_ids), model.vocab_size
     )
 
 

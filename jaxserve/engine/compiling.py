@@ -31,7 +31,13 @@ from jaxserve.parallel.mesh import sharding
 from jaxserve.request import SamplingParams
 from jaxserve.sampling.limits import SamplingLimits
 from jaxserve.sampling.sampler import SampleResult
-from jaxserve.sampling.state import SamplingState, reset_slot, slot_reset
+from jaxserve.sampling.state import (
+    MASKS_AT_ONCE,
+    SamplingState,
+    allow_tokens,
+    reset_slot,
+    slot_reset,
+)
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -72,6 +78,12 @@ class ProgramMaker:
         jitted = jax.jit(reset_slot, donate_argnums=(0,), out_shardings=replicated)
         return jitted.lower(*self._reset_arguments()).compile()
 
+    def compile_allow(self) -> jax.stages.Compiled:
+        """What gives slots their masks of allowed tokens, from shapes alone."""
+        replicated = sharding(self.device.mesh, ())
+        jitted = jax.jit(allow_tokens, donate_argnums=(0,), out_shardings=replicated)
+        return jitted.lower(*self._allow_arguments()).compile()
+
     def make_programs(self, buckets: tuple[Bucket, ...], store: ProgramStore) -> Programs:
         """All programs, several at a time: tracing is Python, but the compiler runs beside it."""
         rows = sorted({bucket.rows for bucket in buckets})
@@ -80,7 +92,7 @@ class ProgramMaker:
                 executor.submit(self._make_forward, bucket, store) for bucket in buckets[::-1]
             ]
             samples = [executor.submit(self._make_sample, count, store) for count in rows]
-            reset = self._make_reset(store)
+            reset, allow = self._make_reset(store), self._make_allow(store)
             return Programs(
                 forward={
                     bucket: job.result()
@@ -88,6 +100,7 @@ class ProgramMaker:
                 },
                 sample={count: job.result() for count, job in zip(rows, samples, strict=True)},
                 reset_slot=reset,
+                allow_tokens=allow,
             )
 
     def measure(self, buckets: tuple[Bucket, ...], store: ProgramStore) -> Overhead:
@@ -137,6 +150,11 @@ class ProgramMaker:
             "reset_slot", self._reset_arguments(), _sampling_structure, self.compile_reset
         )
 
+    def _make_allow(self, store: ProgramStore) -> jax.stages.Compiled:
+        return store.get(
+            "allow_tokens", self._allow_arguments(), _sampling_structure, self.compile_allow
+        )
+
     def _shape(self, bucket: Bucket) -> StepShape:
         return StepShape(bucket=bucket, pages_per_sequence=self.pages_per_sequence)
 
@@ -149,6 +167,13 @@ class ProgramMaker:
     def _sample_arguments(self, rows: int) -> tuple[Any, ...]:
         _, sampling = abstract_device_state(self.config, self.device, self.num_pages)
         return sample_arguments(self.device.mesh, rows, self.device.config.vocab_size, sampling)
+
+    def _allow_arguments(self) -> tuple[Any, ...]:
+        _, sampling = abstract_device_state(self.config, self.device, self.num_pages)
+        replicated = sharding(self.device.mesh, ())
+        words = sampling.allowed_bits.shape[1]
+        slots = abstract((MASKS_AT_ONCE,), "int32", replicated)
+        return sampling, slots, abstract((MASKS_AT_ONCE, words), "uint32", replicated)
 
     def _reset_arguments(self) -> tuple[Any, ...]:
         _, sampling = abstract_device_state(self.config, self.device, self.num_pages)

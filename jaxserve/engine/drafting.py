@@ -88,5 +88,5 @@ def _candidates(rows: list[Sequence]) -> list[Candidate]:
     return [
         Candidate(sequence.request.request_id, sequence.tokens, sequence.num_wanted - 1)
         for sequence in rows
-        if not reads_output(sequence.request.sampling)
+        if sequence.matcher is None and not reads_output(sequence.request.sampling)
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from jaxserve.engine.step_plan import ScheduledRow, StepPlan
 from jaxserve.engine.step_profile import StepClock, StepProfile
 from jaxserve.errors import DeviceLostError, PromptTooLongError, RefusedError, RequestError
 from jaxserve.request import FinishReason, GenerationRequest, TokenLogprobs, TokenOutput
+from jaxserve.structured.matcher import Grammars, MatcherPool
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -46,8 +48,12 @@ class StepRunner(Protocol):
 
     vocab_size: int
 
-    def dispatch(self, plan: StepPlan) -> Any:
-        """Starts a step and returns at once; the handle is for `read`."""
+    def dispatch(self, plan: StepPlan, settle: Callable[[], None] | None = None) -> Any:
+        """Starts a step and returns at once; the handle is for `read`.
+
+        settle: called once the device computes logits and before it samples; matchers know their
+        masks after it.
+        """
         ...
 
     def read(self, handle: Any) -> Rows[SampledRow]:
@@ -103,6 +109,7 @@ class Engine:
         *,
         asynchronous: bool = True,
         drafting: Drafting | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.metrics = metrics
@@ -110,6 +117,8 @@ class Engine:
         self._runner = runner
         self._asynchronous = asynchronous
         self._drafting = drafting
+        self.grammars = grammars
+        self._matchers = MatcherPool()
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: _InFlight | None = None
         self._order = 0
@@ -139,6 +148,10 @@ class Engine:
         sequence = Sequence.from_request(
             request, max_tokens=room if wanted is None else min(wanted, room), order=self._order
         )
+        if request.grammar is not None:
+            if self.grammars is None:
+                raise RequestError("this engine enforces no grammars", param=request.grammar.param)
+            sequence.matcher = self.grammars.matcher(request.grammar)
         self._order += 1
         self._sequences[request.request_id] = sequence
         self._accounting.open(sequence)
@@ -166,7 +179,9 @@ class Engine:
             plan = self.scheduler.schedule()
             self._clock.scheduled(plan)
             previous, self._in_flight = self._in_flight, None
-            if plan.rows:
+            if plan.rows and previous is not None and plan.constrained:
+                self._in_flight, previous = self._dispatch_between(plan, previous, outputs), None
+            elif plan.rows:
                 self._in_flight = self._dispatch(plan, early)
             self._count(plan)
             if previous is not None:
@@ -270,12 +285,43 @@ class Engine:
             read_first=early is not None,
         )
 
+    def _dispatch_between(
+        self, plan: StepPlan, previous: _InFlight, outputs: list[TokenOutput]
+    ) -> _InFlight:
+        """Dispatches a step whose masks depend on the tokens of the step before.
+
+        Reads those, and makes the masks, while the device computes the new step's logits.
+        """
+        settled = time.monotonic()
+
+        def settle() -> None:
+            nonlocal settled
+            outputs.extend(self._collect(previous))
+            settled = time.monotonic()
+
+        handle = self._runner.dispatch(plan, settle)
+        return _InFlight(
+            plan=plan,
+            handle=handle,
+            dispatched=time.monotonic(),
+            begun=settled,
+            read_first=False,
+        )
+
     def _collect(self, step: _InFlight) -> list[TokenOutput]:
         self._clock.reading()
         sampled = self._runner.read(step.handle)
         self._clock.read()
         self._time(step)
         outputs: list[TokenOutput] = []
+        self._matchers.advance(
+            [
+                (row.sequence.matcher, result.tokens[0])
+                for row, result in zip(step.plan.rows, sampled, strict=True)
+                if row.sequence.matcher is not None and row.samples and result.tokens
+                if row.sequence.status is not SequenceStatus.FINISHED
+            ]
+        )
         for row, result in zip(step.plan.rows, sampled, strict=True):
             if row.samples:
                 row.sequence.num_pending -= 1
@@ -317,8 +363,8 @@ class Engine:
                     num_cached_tokens=sequence.num_cached_tokens,
                 )
             )
-        if not result.ok:
-            error = "the model's output was not a number for this request"
+        error = _complaint(sequence, result)
+        if error is not None:
             outputs.append(self._finish(sequence, FinishReason.ERROR, error=error))
         return outputs
 
@@ -344,6 +390,9 @@ class Engine:
             ends = token in self.limits.eos_ids or token in request.eos_ids
             if (ends and not sampling.ignore_eos) or token in sampling.stop_token_ids:
                 return FinishReason.STOP
+        matcher = sequence.matcher
+        if matcher is not None and matcher.finished and matcher.error is None:
+            return FinishReason.STOP
         if sequence.num_output_tokens >= sequence.max_tokens:
             return FinishReason.LENGTH
         return None
@@ -396,3 +445,15 @@ class Engine:
         else:
             self._runner.reset()
         return outputs
+
+
+def _complaint(sequence: Sequence, result: SampledRow) -> str | None:
+    """Why a sequence cannot go on after this row; None if it can."""
+    matcher = sequence.matcher
+    if matcher is not None and matcher.error is not None:
+        return matcher.error
+    if result.ok:
+        return None
+    if matcher is not None:
+        return "no token was left to choose that the answer's grammar and the other fields allow"
+    return "the model's output was not a number for this request"

@@ -34,7 +34,14 @@ class WorkerGone:
     """A worker said goodbye, fell silent or cannot be reached."""
 
 
-Received = tuple[bytes, messages.FromWorker | WorkerGone]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compiled:
+    """A request whose grammar was compiled, or could not be: it comes a second time."""
+
+    submit: messages.Submit
+
+
+Received = tuple[bytes, messages.FromWorker | WorkerGone | Compiled]
 
 
 @dataclasses.dataclass(slots=True)

@@ -10,7 +10,8 @@ import time
 
 from jaxserve import messages
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.link import EngineLink, Received, WorkerGone
+from jaxserve.engine.grammar_compiler import GrammarCompiler
+from jaxserve.engine.link import Compiled, EngineLink, Received, WorkerGone
 from jaxserve.engine.score_programs import EMBED, LOGPROBS
 from jaxserve.engine.scorer import Scorer, not_available
 from jaxserve.errors import EngineError, RefusedError, RequestError
@@ -39,6 +40,7 @@ class EngineLoop:
         self._owner: dict[str, tuple[bytes, int]] = {}
         self._of_worker: dict[bytes, set[str]] = {}
         self._stop = stop
+        self._compiler = GrammarCompiler(engine.grammars, link.inbox)
 
     def run(self) -> None:
         """Returns when stopped; raises EngineError when the engine can no longer run."""
@@ -76,14 +78,20 @@ class EngineLoop:
     def _handle(self, received: Received) -> None:
         worker, message = received
         if isinstance(message, messages.Submit):
-            self._submit(worker, message)
+            if not self._compiler.takes(worker, message):
+                self._submit(worker, message)
+        elif isinstance(message, Compiled):
+            if self._compiler.gives_back(worker, message.submit):
+                self._submit(worker, message.submit)
         elif isinstance(message, messages.Abort):
             for rid in message.rids:
+                self._compiler.drop(worker, rid)
                 self._end(worker, rid, FinishReason(message.reason))
         elif isinstance(message, messages.MetricsRequest):
             text = self._engine.metrics.text(self._engine.scheduler)
             self._link.send(worker, messages.MetricsReply(message.rid, text))
         elif isinstance(message, WorkerGone):
+            self._compiler.drop(worker)
             for key in list(self._of_worker.get(worker, ())):
                 self._abort(key, FinishReason.ABORT)
 

@@ -8,6 +8,7 @@ and slots, no policy.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from jaxserve.request import GenerationRequest, TokenLogprobs
 from jaxserve.sampling.arrays import RowEntry, RowTemplate, row_arrays, row_template
 from jaxserve.sampling.limits import SamplingLimits, check_limits
 from jaxserve.sampling.sampler import SampleResult
-from jaxserve.sampling.state import needs_reset, slot_reset
+from jaxserve.sampling.state import MASKS_AT_ONCE, needs_reset, slot_reset
+from jaxserve.structured.matcher import Matcher
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +83,17 @@ class DeviceRunner:
         """See `engine.StepRunner`."""
         self._device = profile.watch(self._device)
 
-    def dispatch(self, plan: StepPlan) -> StepHandle:
-        """Starts the step; does not wait for it."""
+    def dispatch(self, plan: StepPlan, settle: Callable[[], None] | None = None) -> StepHandle:
+        """Starts the step; does not wait for it. See `engine.StepRunner`."""
         for sequence in plan.admitted:
             self._take_slot(sequence)
         bucket = self._bucket(plan)
         self._device.forward(bucket, self._pack_forward(bucket, plan.rows))
         sample = self._pack_sample(bucket.rows, plan.rows)
+        constrained = [(sequence.slot, sequence.matcher) for sequence in plan.constrained]
+        if settle is not None:
+            settle()
+        self._allow_tokens(constrained)
         return StepHandle(plan=plan, result=self._device.sample(bucket.rows, sample))
 
     def read(self, handle: StepHandle) -> list[SampledRow]:
@@ -124,7 +130,9 @@ class DeviceRunner:
     def _take_slot(self, sequence: Sequence) -> None:
         request = sequence.request
         params = request.sampling
-        self._templates[sequence.slot] = row_template(params, sequence.seed)
+        self._templates[sequence.slot] = row_template(
+            params, sequence.seed, constrained=sequence.matcher is not None
+        )
         self._tables[sequence.slot] = 0
         self._num_pages[sequence.slot] = 0
         if not needs_reset(params):
@@ -142,6 +150,17 @@ class DeviceRunner:
             limits=self._shape.limits,
         )
         self._device.reset_slot(reset)
+
+    def _allow_tokens(self, constrained: list[tuple[int, Matcher | None]]) -> None:
+        """Hands over the masks of slots; nothing at all where no row is constrained."""
+        for start in range(0, len(constrained), MASKS_AT_ONCE):
+            some = constrained[start : start + MASKS_AT_ONCE]
+            slots = np.full(MASKS_AT_ONCE, self._shape.max_num_seqs, np.int32)
+            masks = np.zeros((MASKS_AT_ONCE, -(-self.vocab_size // 32)), np.uint32)
+            for index, (slot, matcher) in enumerate(some):
+                assert matcher is not None
+                slots[index], masks[index] = slot, matcher.mask
+            self._device.allow_tokens(slots, masks)
 
     def _pack_forward(self, bucket: Bucket, rows: list[ScheduledRow]) -> np.ndarray:
         packed, views = self._layouts[bucket].make_buffer()

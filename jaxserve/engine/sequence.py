@@ -11,6 +11,7 @@ from jaxserve.engine.fair_queue import EXPECTED_ANSWER
 from jaxserve.kv import hashing
 from jaxserve.request import FinishReason, GenerationRequest
 from jaxserve.routing.seeds import random_seed
+from jaxserve.structured.matcher import Matcher
 
 
 class SequenceStatus(enum.Enum):
@@ -62,6 +63,8 @@ class Sequence:
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     draft: list[int] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
+    #: Says which tokens may come next; None for a free answer.
+    matcher: Matcher | None = None
 
     @classmethod
     def from_request(cls, request: GenerationRequest, *, max_tokens: int, order: int) -> Sequence:

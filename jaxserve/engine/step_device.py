@@ -1,6 +1,6 @@
 """Runs a step's compiled programs on packed inputs (steps 6 and 7). Knows neither plans nor requests.
 
-What a step needs of the device is five calls, so that an engine over several hosts can have every
+What a step needs of the device is six calls, so that an engine over several hosts can have every
 host make the same calls (`hosts/`): there the leader's `Device` tells the others first. A step is
 `forward`, then `sample`: between them the host may still find out what `sample` needs to know,
 while the device computes.
@@ -24,11 +24,12 @@ from pallas_kernels.paged_attention.reference import KVPages
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """Everything compiled: see `programs`; `reset_slot` renews one slot of the sampling state."""
+    """Everything compiled: see `programs`; `reset_slot` and `allow_tokens` are `sampling.state`'s."""
 
     forward: Mapping[Bucket, jax.stages.Compiled]
     sample: Mapping[int, jax.stages.Compiled]
     reset_slot: jax.stages.Compiled
+    allow_tokens: jax.stages.Compiled
 
 
 class Device(Protocol):
@@ -47,6 +48,10 @@ class Device(Protocol):
 
     def reset_slot(self, reset: SlotReset) -> None:
         """Renews one slot of the sampling state."""
+        ...
+
+    def allow_tokens(self, slots: np.ndarray, masks: np.ndarray) -> None:
+        """Which tokens the next `sample` may choose: see `sampling.state.allow_tokens`."""
         ...
 
     def renew(self) -> None:
@@ -90,6 +95,10 @@ class StepDevice:
     def reset_slot(self, reset: SlotReset) -> None:
         """See `Device`."""
         self._sampling = self._programs.reset_slot(self._sampling, reset)
+
+    def allow_tokens(self, slots: np.ndarray, masks: np.ndarray) -> None:
+        """See `Device`."""
+        self._sampling = self._programs.allow_tokens(self._sampling, slots, masks)
 
     def renew(self) -> None:
         """See `Device`."""

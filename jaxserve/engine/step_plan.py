@@ -56,6 +56,13 @@ class StepPlan:
         return sum(row.num_samples for row in self.rows)
 
     @property
+    def constrained(self) -> list[Sequence]:
+        """The sequences whose next token must be one that their matcher allows."""
+        return [
+            row.sequence for row in self.rows if row.samples and row.sequence.matcher is not None
+        ]
+
+    @property
     def has_drafts(self) -> bool:
         return any(row.draft for row in self.rows)
 

@@ -219,6 +219,11 @@ class _WatchedDevice:
         self._device.reset_slot(reset)
         self._profile.called()
 
+    def allow_tokens(self, slots: np.ndarray, masks: np.ndarray) -> None:
+        self._profile.calling()
+        self._device.allow_tokens(slots, masks)
+        self._profile.called()
+
     def renew(self) -> None:
         self._device.renew()
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxserve.errors import RequestError
 from jaxserve.messages import EngineInfo
-from jaxserve.request import GenerationRequest, SamplingParams
+from jaxserve.request import GenerationRequest, Grammar, SamplingParams
 from jaxserve.routing.limits import answer_length
 from jaxserve.routing.seeds import derive_seed, random_seed
 
@@ -33,6 +33,9 @@ class Ask:
     eos_ids: tuple[int, ...] = ()
     max_tokens_param: str = "max_tokens"
     prompt_param: str = "prompt"
+    grammar: Grammar | None = None
+    #: Special tokens that the answer's text shows all the same, for whoever parses it.
+    shown_ids: frozenset[int] = frozenset()
 
 
 def make_generation_requests(ask: Ask, info: EngineInfo) -> list[GenerationRequest]:
@@ -82,6 +85,7 @@ def make_generation_requests(ask: Ask, info: EngineInfo) -> list[GenerationReque
                     cache_salt=ask.cache_salt,
                     arrival=ask.arrival,
                     eos_ids=ask.eos_ids,
+                    grammar=ask.grammar,
                 )
             )
     return requests

@@ -141,13 +141,16 @@ class RowEntry(NamedTuple):
     guess: int | None = None
 
 
-def row_template(params: SamplingParams, seed: int) -> RowTemplate:
-    """The unchanging part of a sequence's rows; seed: 64 bits, signed or not."""
+def row_template(params: SamplingParams, seed: int, *, constrained: bool = False) -> RowTemplate:
+    """The unchanging part of a sequence's rows; seed: 64 bits, signed or not.
+
+    constrained: each step brings its own mask of allowed tokens.
+    """
     flags = Flag(0)
     for wanted, flag in (
         (params.logprobs is not None, Flag.LOGPROBS),
         (bool(params.logit_bias), Flag.BIAS),
-        (params.allowed_token_ids is not None, Flag.ALLOWED),
+        (constrained or params.allowed_token_ids is not None, Flag.ALLOWED),
         (bool(params.bad_words), Flag.BAD_WORDS),
     ):
         flags |= flag if wanted else Flag(0)

@@ -83,6 +83,18 @@ def make_state(
     )
 
 
+#: Masks that one call of `allow_tokens` places.
+MASKS_AT_ONCE = 8
+
+
+def allow_tokens(state: SamplingState, slots: jax.Array, masks: jax.Array) -> SamplingState:
+    """State in which the slots [MASKS_AT_ONCE] int32 allow the masks [MASKS_AT_ONCE, W] uint32.
+
+    Rows read them if they have `Flag.ALLOWED`. Compile once with the state donated.
+    """
+    return state._replace(allowed_bits=state.allowed_bits.at[slots].set(masks))
+
+
 def needs_reset(params: SamplingParams) -> bool:
     """Whether a sequence reads any per-slot array, so that its slot must be reset for it."""
     return bool(

@@ -6,7 +6,7 @@ import collections
 import re
 import threading
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from jaxserve.errors import RequestError
 from jaxserve.request import Grammar
@@ -25,9 +25,8 @@ class GrammarChecker:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary = make_byte_vocabulary(tokenizer)
         self._passed: collections.OrderedDict[str, None] = collections.OrderedDict()
 
     def knows(self, grammar: Grammar) -> bool:
@@ -44,7 +43,7 @@ class GrammarChecker:
             return
         if len(grammar.text) > MAX_GRAMMAR_BYTES:
             raise _refused(grammar, f"it makes a grammar of {len(grammar.text)} bytes")
-        matcher = LLMatcher(self._words(), grammar.text, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(self._vocabulary, grammar.text, log_level=0, limits=parser_limits())
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
@@ -53,12 +52,6 @@ class GrammarChecker:
             self._passed[grammar.text] = None
             while len(self._passed) > _REMEMBERED:
                 self._passed.popitem(last=False)
-
-    def _words(self) -> LLTokenizer:
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = make_byte_vocabulary(self._tokenizer)
-            return self._vocabulary
 
 
 def _refused(grammar: Grammar, why: str) -> RequestError:

@@ -19,7 +19,7 @@ from jaxserve.structured.json_schema import check_schema
 from jaxserve.structured.limits import MAX_CHOICES, MAX_SOURCE_BYTES
 
 #: White space at each place where JSON allows it: one run, so that no model can stay in it.
-WHITE_SPACE = r"( |\n{1,2}[ \t]{0,40})"
+WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
 _OPTIONS = {"whitespace_pattern": WHITE_SPACE}
 
 
@@ -84,18 +84,20 @@ def lark_grammar(lark: str, param: str) -> Grammar:
     return _grammar([{"lark_grammar": lark}], param)
 
 
-def after_text(grammar: Grammar, marker: str) -> Grammar:
-    """Any text up to the first `marker`, then white space, then what `grammar` says.
+def after_text(grammar: Grammar, closing: str, *, opening: str | None = None) -> Grammar:
+    """Any text up to the first `closing`, then white space, then what `grammar` says.
 
-    For models that think before they answer: `marker` ends their thinking.
+    For models that think before they answer; opening and closing are Lark: quoted texts or special
+    tokens. opening: what the thoughts begin with, if there are any; None where they have begun.
     """
     parts = json.loads(grammar.text)["grammars"]
     parts[0] = {**parts[0], "name": "the_answer"}
-    lark = (
-        "start: before space @the_answer\n"
-        f"before[lazy]: /(?s:.*)/ {quoted(marker)}\n"
-        "space: /[ \\n]{0,4}/\n"
-    )
+    if closing.startswith("<"):
+        before = f"before: /(?s:.*)/ {closing}"
+    else:
+        before = f"before[lazy]: /(?s:.*)/ {closing}"
+    first = "before space" if opening is None else f"({opening} before space)?"
+    lark = f"start: {first} @the_answer\n{before}\nspace: /[ \\n]{{0,4}}/\n"
     return _grammar([{"lark_grammar": lark}, *parts], grammar.param)
 
 

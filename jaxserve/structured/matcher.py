@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import os
 import threading
 import time
@@ -66,7 +67,7 @@ class Matcher:
 class Grammars:
     """Compiles grammars for one model, each once while it is in use. Thread-safe.
 
-    make_vocabulary: called when the first grammar comes. vocab_size: V, that of the logits.
+    make_vocabulary: called by `prepare`, or when the first grammar comes. vocab_size: V, that of the logits.
     """
 
     def __init__(
@@ -78,7 +79,14 @@ class Grammars:
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: collections.OrderedDict[str, LLMatcher] = collections.OrderedDict()
+        self._compiled: collections.OrderedDict[str, LLMatcher | RequestError] = (
+            collections.OrderedDict()
+        )
+
+    def prepare(self) -> None:
+        """Loads the vocabulary now; waits where that is being done already."""
+        with contextlib.suppress(RequestError):  # whoever asks for a grammar gets the reason
+            self._words()
 
     def ready(self, grammar: Grammar) -> bool:
         """Whether `matcher` would return at once."""
@@ -92,19 +100,26 @@ class Grammars:
         as long as the vocabulary; without the interpreter's lock, mostly.
         """
         with self._lock:
-            compiled = self._compiled.get(grammar.text)
-            if compiled is not None:
+            known = self._compiled.get(grammar.text)
+            if isinstance(known, RequestError):
+                raise known
+            if known is not None:
                 self._compiled.move_to_end(grammar.text)
-                return Matcher(compiled.deep_copy(), self._vocab_size)
+                return Matcher(known.deep_copy(), self._vocab_size)
         compiled = LLMatcher(self._words(), grammar.text, log_level=0, limits=parser_limits())
         first = Matcher(compiled.deep_copy(), self._vocab_size)
-        if first.error is not None:
-            raise RequestError(f"{grammar.param}: {first.error}", param=grammar.param)
+        if first.error is None:
+            self._keep(grammar, compiled)
+            return first
+        error = RequestError(f"{grammar.param}: {first.error}", param=grammar.param)
+        self._keep(grammar, error)
+        raise error
+
+    def _keep(self, grammar: Grammar, result: LLMatcher | RequestError) -> None:
         with self._lock:
-            self._compiled[grammar.text] = compiled
+            self._compiled[grammar.text] = result
             while len(self._compiled) > self._kept:
                 self._compiled.popitem(last=False)
-        return first
 
     def _words(self) -> LLTokenizer:
         with self._vocabulary_lock:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterable
 
 from llguidance import LLTokenizer
 
+from checkpoints.assets import read_tokenizer_files
+from checkpoints.errors import CheckpointError
+from jaxserve.errors import ModelError, RequestError
+from jaxserve.tokenizer.load import load_tokenizer
 from jaxserve.tokenizer.protocol import Tokenizer
 
 
@@ -46,6 +51,15 @@ def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int
     tokens = [tokenizer.token_bytes(token) for token in range(known)]
     tokens += [b""] * (vocab_size - known)
     return _make(tokenizer, tokens, eos_ids)
+
+
+def load_vocabulary(path: pathlib.Path, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
+    """`make_vocabulary` of the model at `path`. Raises RequestError where its files have none."""
+    try:
+        tokenizer = load_tokenizer(read_tokenizer_files(path))
+    except (CheckpointError, ModelError) as error:
+        raise RequestError(f"answers of a given form need a tokeniser: {error}") from None
+    return make_vocabulary(tokenizer, vocab_size, {*eos_ids, *tokenizer.eos_ids})
 
 
 def make_byte_vocabulary(tokenizer: Tokenizer) -> LLTokenizer:

@@ -25,6 +25,7 @@ class IncrementalDetokenizer:
     stop: the stop strings; the one that is complete first wins, then the longest.
     include_stop: show the stop string itself too.
     continues: the ids continue a text that was shown before, so that a leading space stays.
+    shown: special tokens that are shown all the same.
     """
 
     def __init__(
@@ -35,10 +36,11 @@ class IncrementalDetokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         continues: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self.stopped: str | None = None
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._skipped = tokenizer.special_ids - shown if skip_special else frozenset()
         self._leading = LeadingSpace.KEEP if continues else tokenizer.leading_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stop) if stop else None

@@ -15,6 +15,8 @@ from server.openai.fields import refuse_unsupported
 from server.openai.messages import read_messages
 from server.openai.sampling import choices, max_tokens_field, sampling_params
 from server.openai.schema import ChatBody, CompletionBody
+from server.openai.structured import check_company, read_grammar
+from server.openai.tools_style import answer_grammar, message_style, offered_tools
 from server.prompts import Prompts
 
 #: Prompts in one request, and answers to them.
@@ -29,18 +31,29 @@ def chat_ask(
     *,
     request_id: str,
     arrival: float,
+    reads_calls: bool = False,
 ) -> Ask:
-    """A chat's one prompt. Raises RequestError naming the field."""
+    """A chat's one prompt. Raises RequestError naming the field.
+
+    reads_calls: whoever asks reads calls of tools out of the answer (see `message_style`).
+    """
     refuse_unsupported(body)
     sampling = sampling_params(body, tokenizer, config)
     n = choices(body, config)
+    tools = offered_tools(body, prompts.template, config, reads_calls=reads_calls)
     prompt_ids = prompts.chat(
         read_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs or {},
+        tools=tools,
         keep_last=body.truncate_prompt_tokens,
     )
+    style = message_style(body, tokenizer, prompts.template, config, prompt_ids)
+    grammar = answer_grammar(body, tokenizer, prompts.template, config, style)
+    if grammar is not None:
+        check_company(grammar, sampling)
+        prompts.check_grammar(grammar)
     return Ask(
         request_id=request_id,
         prompts=[prompt_ids],
@@ -52,6 +65,8 @@ def chat_ask(
         eos_ids=tokenizer.eos_ids,
         max_tokens_param=max_tokens_field(body),
         prompt_param="messages",
+        grammar=grammar,
+        shown_ids=style.shown_ids if style is not None and reads_calls else frozenset(),
     )
 
 
@@ -75,6 +90,10 @@ def completion_ask(
             f"{MAX_PROMPTS} are taken",
             param="n",
         )
+    grammar = read_grammar(body)
+    if grammar is not None:
+        check_company(grammar, sampling)
+        prompts.check_grammar(grammar)
     ids = prompts.texts(
         texts, add_bos=body.add_special_tokens, keep_last=body.truncate_prompt_tokens
     )
@@ -87,6 +106,7 @@ def completion_ask(
         cache_salt=body.cache_salt or "",
         arrival=arrival,
         eos_ids=tokenizer.eos_ids,
+        grammar=grammar,
     )
 
 

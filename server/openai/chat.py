@@ -13,6 +13,7 @@ from server.openai.ask import chat_ask
 from server.openai.chat_answer import ChatAnswer
 from server.openai.fields import refusals
 from server.openai.schema import ChatBody
+from server.openai.tools_style import message_style
 from server.scores import check_prompt_logprobs, read_scores
 from server.services import Services
 
@@ -34,10 +35,20 @@ def chat_blueprint(services: Services) -> flask.Blueprint:
             services.config,
             request_id=flask.g.request_id,
             arrival=flask.g.arrival,
+            reads_calls=True,
+        )
+        style = message_style(
+            body,
+            services.tokenizer,
+            services.prompts.template,
+            services.config,
+            ask.prompts[0],
         )
         scores = _prompt_scores(services, body, ask.prompts)
         generation = Generation(services, ask)
-        answer = ChatAnswer(services.tokenizer, body, model, generation.readers, scores)
+        answer = ChatAnswer(
+            services.tokenizer, body, model, generation.readers, scores, style=style
+        )
         if body.stream:
             return generation.stream(answer.events(generation.pieces()))
         whole = answer.whole(generation.whole())

@@ -21,12 +21,14 @@ from server.openai.response import (
     usage,
 )
 from server.openai.schema import ChatBody
+from server.openai.tools_message import MessageStyle, join_deltas
 
 
 class ChatAnswer:
     """Writes the answer to one request. readers: one per choice.
 
-    scores: log-probabilities of the prompt's tokens from the second on, if wanted.
+    scores: log-probabilities of the prompt's tokens from the second on, if wanted. style: how
+    thoughts and calls of tools stand in the text; None for plain text.
     """
 
     def __init__(
@@ -36,7 +38,10 @@ class ChatAnswer:
         model: str,
         readers: Sequence[AnswerReader],
         scores: Sequence[TokenLogprobs] | None = None,
+        *,
+        style: MessageStyle | None = None,
     ) -> None:
+        self._messages = None if style is None else [style.reader() for _ in readers]
         self._scores = scores
         self._tokenizer = tokenizer
         self._body = body
@@ -49,9 +54,9 @@ class ChatAnswer:
         answer["choices"] = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": piece.text, "refusal": None},
+                "message": self._message(index, piece),
                 "logprobs": chat_logprobs(self._tokenizer, piece.logprobs),
-                **finish_fields(piece),
+                **self._finish_fields(index, piece),
                 **({"token_ids": piece.token_ids} if self._body.return_token_ids else {}),
             }
             for index, piece in enumerate(answers)
@@ -78,16 +83,35 @@ class ChatAnswer:
                     first["prompt_token_ids"] = self._readers[index].request.prompt_ids
                 yield sse.event(first)
             extra = {} if plain else self._extra(piece)
-            if piece.text:
+            if self._messages is not None:
+                last = piece.finish_reason is not None
+                for delta in self._messages[index].push(piece.text, last=last):
+                    yield sse.event(_chunk(head, index, delta, **extra))
+                    extra = {}
+            elif piece.text:
                 if plain:
                     yield text_events[index](piece.text)
                 else:
                     yield sse.event(_chunk(head, index, {"content": piece.text}, **extra))
                     extra = {}
             if piece.finish_reason is not None:
-                yield sse.event(_chunk(head, index, {}, **extra, **finish_fields(piece)))
+                finish = self._finish_fields(index, piece)
+                yield sse.event(_chunk(head, index, {}, **extra, **finish))
+            elif extra.get("logprobs") or extra.get("token_ids"):
+                yield sse.event(_chunk(head, index, {}, **extra))
         if body.stream_options is not None and body.stream_options.include_usage:
             yield sse.event({**head, "choices": [], "usage": self._usage()})
+
+    def _message(self, index: int, piece: RequestOutput) -> Json:
+        if self._messages is None:
+            return {"role": "assistant", "content": piece.text, "refusal": None}
+        return join_deltas(self._messages[index].push(piece.text, last=True))
+
+    def _finish_fields(self, index: int, piece: RequestOutput) -> Json:
+        fields = finish_fields(piece)
+        if self._messages is not None:
+            fields["finish_reason"] = self._messages[index].finish_reason(piece.finish_reason)
+        return fields
 
     def _extra(self, piece: RequestOutput) -> Json:
         extra: Json = {}

@@ -16,8 +16,6 @@ from server.openai.schema import Body, ChatBody, CompletionBody, GenerationBody
 #: field -> (values besides null that ask for nothing, what to do instead)
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
 
-_TEXT_FORMAT: dict[str, str] = {"type": "text"}
-
 _CHAT: Refusals = {
     "audio": ((), "only text is supported"),
     "function_call": (("none", "auto"), "function calling is not supported"),
@@ -31,16 +29,12 @@ _CHAT: Refusals = {
     ),
     "prompt_cache_retention": (("in_memory", "in-memory"), "prompts are cached in memory only"),
     "reasoning_effort": (("none",), "reasoning effort cannot be chosen"),
-    "response_format": ((_TEXT_FORMAT,), "only plain text answers are supported"),
     "service_tier": (("auto", "default"), "there is one service tier"),
     "store": ((False,), "answers are not stored"),
-    "tool_choice": (("none", "auto"), "tools are not supported"),
-    "tools": (([],), "tools are not supported"),
     "verbosity": (("medium",), "verbosity cannot be chosen"),
     "web_search_options": ((), "web search is not supported"),
 }
 _COMPLETION: Refusals = {
-    "response_format": ((_TEXT_FORMAT,), "only plain text answers are supported"),
     "suffix": (("",), "inserting text before a suffix is not supported"),
 }
 
@@ -49,10 +43,17 @@ def refusals(kind: type[GenerationBody]) -> Refusals:
     """The fields of a body that are refused unless they ask for nothing."""
     return _CHAT if issubclass(kind, ChatBody) else _COMPLETION
 
+#: vLLM's earlier fields beside guided_json, guided_regex, guided_choice and guided_grammar.
+_BOTH: Refusals = {
+    "guided_decoding_backend": ((), "there is one backend"),
+    "guided_whitespace_pattern": ((), "white space between the parts of JSON is bounded"),
+}
+
 
 def refuse_unsupported(body: GenerationBody) -> None:
     """Raises RequestError for the first field that asks for something we do not have."""
     refuse_fields(body, _CHAT if isinstance(body, ChatBody) else _COMPLETION)
+    refuse_fields(body, _BOTH)
     if isinstance(body, CompletionBody):
         _check_best_of(body)
     if body.prompt_logprobs is not None:

@@ -54,6 +54,14 @@ class GenerationBody(Body, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    # the form of the answer: vLLM's field, and those that it had before
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
     prompt_logprobs: int | None = None
 
 

@@ -250,6 +250,9 @@ class Recording:
     def reset_slot(self, reset):
         self.calls.put(("reset", int(reset.slot)))
 
+    def allow_tokens(self, slots, masks):
+        self.calls.put((slots.tolist(), masks.tolist()))
+
     def renew(self):
         self.calls.put("renew")
 
@@ -280,6 +283,7 @@ def test_followers_make_the_leaders_calls_in_order(group, monkeypatch, ended):
     device.forward(*FORWARD)
     device.sample(*SAMPLE)
     device.reset_slot(reset)
+    device.allow_tokens(np.array([4, 5], np.int32), np.array([[7], [2**32 - 1]], np.uint32))
     device.renew()
     device.forward(*FORWARD)
     device.sample(*SAMPLE)
@@ -287,10 +291,11 @@ def test_followers_make_the_leaders_calls_in_order(group, monkeypatch, ended):
     serving()
     follower.close()
     for calls in (near.calls, far.calls):
-        assert [calls.get(timeout=SOON) for _ in range(6)] == [
+        assert [calls.get(timeout=SOON) for _ in range(7)] == [
             FORWARD_SEEN,
             SAMPLE_SEEN,
             ("reset", 2),
+            ([4, 5], [[7], [2**32 - 1]]),
             "renew",
             FORWARD_SEEN,
             SAMPLE_SEEN,

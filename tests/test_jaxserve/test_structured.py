@@ -86,7 +86,7 @@ def test_random_answers_are_valid_for_their_schema(compiled: Grammars) -> None:
         (grammars.text_grammar('start: "x" DIGIT+\nDIGIT: /[0-4]/', "p"), r"x[0-4]+"),
         (grammars.text_grammar('root ::= "x" [0-4]{1,3} | item\nitem ::= "y"', "p"), r"x[0-4]+|y"),
         (
-            grammars.after_text(grammars.choice_grammar(["yes"], "p"), "</t>"),
+            grammars.after_text(grammars.choice_grammar(["yes"], "p"), '"</t>"'),
             r"(?s:.*?)</t>[ \n]{0,4}yes",
         ),
     ],
@@ -101,7 +101,7 @@ def test_random_answers_match(compiled: Grammars, grammar: Grammar, pattern: str
 
 
 def test_an_answer_after_thinking(compiled: Grammars) -> None:
-    grammar = grammars.after_text(grammars.schema_grammar(PERSON, "p"), "</think>")
+    grammar = grammars.after_text(grammars.schema_grammar(PERSON, "p"), '"</think>"')
     matcher = compiled.matcher(grammar)
     for byte in b"so <b> is {odd}\xf0\x9f\x98\x80 <</think>":
         assert not {EOS, END} & set(allowed(matcher)), "no end before the answer"

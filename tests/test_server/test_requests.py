@@ -240,7 +240,7 @@ REFUSED_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 2}, "logprobs"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"store": True}, "store"),

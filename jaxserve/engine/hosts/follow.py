@@ -127,6 +127,8 @@ class Follower:
                     previous = result
                 elif isinstance(message, messages.ResetSlot):
                     device.reset_slot(messages.from_reset(message))
+                elif isinstance(message, messages.AllowTokens):
+                    device.allow_tokens(*messages.from_allow(message))
                 else:
                     assert isinstance(message, messages.Renew), message
                     device.renew()

@@ -269,6 +269,14 @@ class LeadingDevice:
         except Exception as error:
             raise self._leader.explain(error) from error
 
+    def allow_tokens(self, slots: np.ndarray, masks: np.ndarray) -> None:
+        """See `Device`. Raises DeviceLostError."""
+        self._leader.publish(messages.to_allow(slots, masks))
+        try:
+            self._device.allow_tokens(slots, masks)
+        except Exception as error:
+            raise self._leader.explain(error) from error
+
     def renew(self) -> None:
         """See `Device`. Raises DeviceLostError."""
         self._leader.publish(messages.Renew())

@@ -86,6 +86,13 @@ class ResetSlot(msgspec.Struct, tag="reset", array_like=True, frozen=True):
     arrays: list[WireArray]
 
 
+class AllowTokens(msgspec.Struct, tag="allow", array_like=True, frozen=True):
+    """Leader to follower: `Device.allow_tokens`; slots as int32, masks as uint32 words."""
+
+    slots: bytes
+    masks: bytes
+
+
 class Renew(msgspec.Struct, tag="renew", array_like=True, frozen=True):
     """Leader to follower: `Device.renew`."""
 
@@ -97,7 +104,18 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
 
 
 FromFollower = Hello | Facts | Ready | Failed | Beat
-FromLeader = Welcome | Refused | Agreed | Forward | Sample | ResetSlot | Renew | Shutdown | Beat
+FromLeader = (
+    Welcome
+    | Refused
+    | Agreed
+    | Forward
+    | Sample
+    | ResetSlot
+    | AllowTokens
+    | Renew
+    | Shutdown
+    | Beat
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_follower = msgspec.msgpack.Decoder(FromFollower).decode
@@ -117,6 +135,17 @@ def from_forward(message: Forward) -> tuple[Bucket, np.ndarray]:
 def from_packed(data: bytes) -> np.ndarray:
     """Packed int32 inputs again, read-only."""
     return np.frombuffer(data, np.int32)
+
+
+def to_allow(slots: np.ndarray, masks: np.ndarray) -> AllowTokens:
+    """The message of some slots' masks."""
+    return AllowTokens(slots.tobytes(), masks.tobytes())
+
+
+def from_allow(message: AllowTokens) -> tuple[np.ndarray, np.ndarray]:
+    """The arguments of `Device.allow_tokens` again."""
+    slots = np.frombuffer(message.slots, np.int32)
+    return slots, np.frombuffer(message.masks, np.uint32).reshape(len(slots), -1)
 
 
 def to_reset(reset: SlotReset) -> ResetSlot:

@@ -1,0 +1,389 @@
+"""Calls of tools and thoughts in answers: read whole and in any pieces, forced by grammars, refused by name."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import numpy as np
+import pytest
+from app_alone import events, post
+from byte_tokenizer import EOS, ByteTokenizer
+from fake_client import FakeClient
+from hypothesis import example, given, settings
+
+from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.context.chat_template import ChatTemplate
+from jaxserve.request import Grammar
+from jaxserve.structured.matcher import Grammars
+from jaxserve.structured.vocabulary import make_vocabulary
+from server.app import create_app
+from server.openai.reasoning import Thinking
+from server.openai.tools import ToolsAsked, tools_grammar
+from server.openai.tools_formats import FORMATS
+from server.openai.tools_message import MessageStyle, join_deltas
+
+CHAT = "/v1/chat/completions"
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }} <tool_call>name, arguments</tool_call>{% endif %}"
+    "{% for message in messages %}<turn>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+    "<end>{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
+)
+THINKER = TEMPLATE + "{% if think %}<think>\n{% endif %}{# </think> #}"
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMES = frozenset({"weather", "now"})
+HERMES_TWO = (
+    'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "O\\"}slo{", "days": 1}}\n'
+    '</tool_call>\n<tool_call>{"name":"now","arguments":{}}</tool_call>'
+)
+TWO = [("weather", {"city": 'O"}slo{', "days": 1}), ("now", {})]
+#: convention -> (answer, its content, its calls)
+ANSWERS: dict[str, list[tuple[str, str | None, list[tuple[str, Any]]]]] = {
+    "hermes": [
+        (HERMES_TWO, "Let me see.", TWO),
+        ("just a < text <tool_ca", "just a < text <tool_ca", []),
+        (
+            '<tool_call>{"arguments": {"a": [1]}, "name": "now"}</tool_call>',
+            None,
+            [("now", {"a": [1]})],
+        ),
+        ('<tool_call>{"name": "nope", "arguments": {}}</tool_call>', None, []),
+        ("<tool_call>no json</tool_call> and on", "<tool_call>no json</tool_call> and on", []),
+        ('<tool_call>{"name": "now", "arg', '<tool_call>{"name": "now", "arg', []),
+        ("  text with spaces \n", "  text with spaces \n", []),
+    ],
+    "llama3_json": [
+        ('{"name": "weather", "parameters": {"city": "x"}}', None, [("weather", {"city": "x"})]),
+        (
+            '<|python_tag|>{"type": "function", "name": "now", "parameters": {}}; '
+            '{"name": "weather", "parameters": {"city": "{"}}',
+            None,
+            [("now", {}), ("weather", {"city": "{"})],
+        ),
+        ('{"a": 1} is JSON', '{"a": 1} is JSON', []),
+        ('Hello {"name": "now", "parameters": {}}', 'Hello {"name": "now", "parameters": {}}', []),
+    ],
+    "mistral": [
+        (
+            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "]"}}, '
+            '{"name": "now", "arguments": {}}]',
+            None,
+            [("weather", {"city": "]"}), ("now", {})],
+        ),
+        ("Hi [TOOL", "Hi [TOOL", []),
+    ],
+    "mistral_args": [
+        (
+            '[TOOL_CALLS]weather[ARGS]{"city": "a"}[TOOL_CALLS]now[CALL_ID]abc[ARGS]{}',
+            None,
+            [("weather", {"city": "a"}), ("now", {})],
+        ),
+    ],
+    "gemma": [
+        (
+            '<|tool_call>call:weather{city:<|"|>O, {slo}<|"|>,days:2,list:[1,<|"|>b<|"|>],in:{x:true}}'
+            "<tool_call|><|tool_call>call:now{}<tool_call|>",
+            None,
+            [
+                ("weather", {"city": "O, {slo}", "days": 2, "list": [1, "b"], "in": {"x": True}}),
+                ("now", {}),
+            ],
+        ),
+    ],
+    "functiongemma": [
+        (
+            "<start_function_call>call:weather{city:<escape>Oslo<escape>}<end_function_call>",
+            None,
+            [("weather", {"city": "Oslo"})],
+        ),
+    ],
+}
+CASES = [(name, *case) for name, cases in ANSWERS.items() for case in cases]
+
+
+def read(style: MessageStyle, text: str, cuts: list[int]) -> dict[str, Any]:
+    """The message of `text` in pieces, without the calls' ids, which are random."""
+    reader, deltas, start = style.reader(), [], 0
+    for cut in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
+        deltas += reader.push(text[start:cut], last=False)
+        start = cut
+    message = join_deltas([*deltas, *reader.push("", last=True)])
+    for call in message.get("tool_calls", ()):
+        assert call.pop("id")
+    return message
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_calls_are_read(name: str, text: str, content: str | None, calls: list[Any]) -> None:
+    message = read(MessageStyle(tools=FORMATS[name], names=NAMES), text, [])
+    found = [call["function"] for call in message.get("tool_calls", ())]
+    assert [(call["name"], json.loads(call["arguments"])) for call in found] == calls
+    if calls or content is not None:
+        assert message["content"] == content
+    else:
+        assert message["content"] == text
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(CASES), st.lists(st.integers(0, 10_000), max_size=30), st.booleans())
+@example(CASES[0], list(range(300)), True)
+def test_any_pieces_join_to_the_same_message(
+    case: tuple[str, str, Any, Any], cuts: list[int], parallel: bool
+) -> None:
+    style = MessageStyle(tools=FORMATS[case[0]], names=NAMES, parallel=parallel)
+    assert read(style, case[1], cuts) == read(style, case[1], [])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                *("<tool_call>", "</tool_call>", '{"name": "now", "arguments": ', "{", "}", '"'),
+                *("\\", "x", " ", "\n", "<", "<think>", "</think>", '{"a": 1}', "}}", "now", ";"),
+            ]
+        ),
+        max_size=14,
+    ).map("".join),
+    st.lists(st.integers(0, 10_000), max_size=12),
+    st.sampled_from(["hermes", "llama3_json"]),
+    st.sampled_from([None, Thinking(), Thinking(opened=True), Thinking(done=True)]),
+)
+def test_any_pieces_of_odd_text_join_to_the_same_message(
+    text: str, cuts: list[int], name: str, thinking: Thinking | None
+) -> None:
+    style = MessageStyle(tools=FORMATS[name], names=NAMES, thinking=thinking)
+    assert read(style, text, cuts) == read(style, text, [])
+
+
+@pytest.mark.parametrize("cuts", [[], list(range(100))])
+@pytest.mark.parametrize(
+    ("thinking", "text", "thoughts", "content"),
+    [
+        (Thinking(), "<think>\nso it is\n</think>\n\nYes.", "so it is", "Yes."),
+        (
+            Thinking(opened=True),
+            "so <b> it is</think>Yes. </think>",
+            "so <b> it is",
+            "Yes. </think>",
+        ),
+        (Thinking(opened=True), "<think>so</think>Yes", "so", "Yes"),
+        (Thinking(done=True), "\n\nYes <think>", None, "Yes <think>"),
+        (Thinking(), "No thoughts.", None, "No thoughts."),
+        (Thinking(), "<think>cut off </thi", "cut off </thi", ""),
+    ],
+)
+def test_thoughts_are_apart(
+    thinking: Thinking, text: str, thoughts: str | None, content: str, cuts: list[int]
+) -> None:
+    message = read(MessageStyle(thinking=thinking), text, cuts)
+    assert (message.get("reasoning_content"), message["content"]) == (thoughts, content)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("choice", ["required", "weather"])
+def test_forced_calls_are_valid_whatever_the_model_wants(name: str, choice: str) -> None:
+    """Random answers under the grammar, read back as the server reads them."""
+    tokenizer = ByteTokenizer()
+    compiled = Grammars(lambda: make_vocabulary(tokenizer, 260, tokenizer.eos_ids), 260)
+    tools = [
+        {"type": "function", "function": {"parameters": {}, **tool["function"]}} for tool in TOOLS
+    ]
+    asked = ToolsAsked(tools=tools, choice=choice, parallel=True, named=choice == "weather")
+    form = asked.format(FORMATS[name])
+    grammar = tools_grammar(asked, FORMATS[name], tokenizer)
+    style = MessageStyle(tools=form, names=asked.names)
+    for seed in range(4):
+        text = random_answer(compiled, grammar, seed)
+        message = read(style, text, [])
+        assert message["content"] is None, text
+        calls = [call["function"] for call in message["tool_calls"]]
+        assert len(calls) == 1 or choice == "required"
+        for call in calls:
+            arguments = json.loads(call["arguments"])
+            if call["name"] == "weather":
+                assert list(arguments) == ["city", "days"]
+                assert arguments["days"] in (1, 2)
+                assert len(arguments["city"]) <= 5
+            else:
+                assert choice == "required"
+
+
+def random_answer(compiled: Grammars, grammar: Grammar, seed: int) -> str:
+    rng, matcher, data = random.Random(seed), compiled.matcher(grammar), bytearray()
+    while not matcher.finished:
+        assert matcher.error is None
+        bits = np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")
+        allowed = [int(token) for token in np.nonzero(bits)[0]]
+        ends = EOS in allowed
+        plain = [token for token in allowed if 32 <= token < 127] or allowed
+        quote = [token for token in plain if token in (34, 125)]
+        token = EOS if ends else rng.choice(quote if quote and rng.random() < 0.4 else plain)
+        if token == EOS:
+            break
+        data.append(token)
+        matcher.advance(token)
+    return data.decode()
+
+
+def make_web(client: FakeClient, template: str = TEMPLATE, **config: Any) -> Any:
+    client.info = msgspec.structs.replace(client.info, max_model_len=4000)
+    app = create_app(
+        client,  # type: ignore[arg-type]
+        ByteTokenizer(),
+        ChatTemplate(template, special={}),
+        EngineConfig(model="fake"),
+        ServerConfig(**config),
+    )
+    return app.test_client()
+
+
+def say(text: str, **fields: Any) -> dict[str, Any]:
+    message = {"role": "user", "content": f"@say:{text}@"}
+    return {"messages": [message], "tools": TOOLS, "max_tokens": 400, **fields}
+
+
+def test_whole_and_streamed_answers_hold_the_same_calls() -> None:
+    web = make_web(FakeClient())
+    whole = post(web, CHAT, say(HERMES_TWO)).get_json()["choices"][0]
+    assert whole["finish_reason"] == "tool_calls"
+    assert whole["message"]["content"] == "Let me see."
+    stream = events(post(web, CHAT, say(HERMES_TWO, stream=True)))
+    assert stream[-1][1] == "[DONE]"
+    chunks = [data["choices"][0] for _, data in stream[:-1]]
+    assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == ["tool_calls"]
+    joined = join_deltas([chunk["delta"] for chunk in chunks])
+    for message in (joined, whole["message"]):
+        calls = [
+            (c["function"]["name"], json.loads(c["function"]["arguments"]))
+            for c in message["tool_calls"]
+        ]
+        assert calls == TWO
+    starts = [c["delta"]["tool_calls"][0] for c in chunks if c["delta"].get("tool_calls")]
+    assert [s["index"] for s in starts if "id" in s] == [0, 1]
+    assert len({s["id"] for s in starts if "id" in s}) == 2
+
+
+def test_a_cut_call_says_length() -> None:
+    choice = post(make_web(FakeClient()), CHAT, say(HERMES_TWO, max_tokens=75)).get_json()[
+        "choices"
+    ][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+def test_tools_are_shown_and_history_is_taken() -> None:
+    client = FakeClient()
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"z": 1}'}}
+    body = say("ok")
+    body["messages"][:0] = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "noon"},
+    ]
+    assert post(make_web(client), CHAT, body).status_code == 200
+    prompt = ByteTokenizer().decode(client.requests[0].prompt_ids, skip_special=False)
+    assert '"name": "weather"' in prompt
+    assert '{"z": 1}<end><turn>tool\nnoon' in prompt
+
+
+def test_choices_of_tools() -> None:
+    client = FakeClient()
+    web = make_web(client)
+    for choice in ("auto", "none", "required", {"type": "function", "function": {"name": "now"}}):
+        answer = post(web, CHAT, say(HERMES_TWO, tool_choice=choice))
+        assert answer.status_code == 200, answer.text
+    auto, none, required, named = client.requests
+    assert auto.grammar is None
+    assert none.grammar is None
+    assert b"weather" not in bytes(i for i in none.prompt_ids if i < 256).split(b"@say")[0]
+    assert required.grammar is not None
+    assert "weather" in required.grammar.text
+    assert named.grammar is not None
+    assert "weather" not in named.grammar.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"tools": {}}, "tools", "list"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "name"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "more than once"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "auto"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "none of the tools",
+        ),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice", "no tools"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+                ],
+            },
+            "tools",
+            "not",
+        ),
+        ({"response_format": {"type": "json_object"}}, "response_format", "tool_choice"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_said(fields: dict[str, Any], param: str, word: str) -> None:
+    answer = post(make_web(FakeClient()), CHAT, say("x", **fields))
+    error = answer.get_json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert word in error["message"]
+
+
+def test_a_model_without_tools_refuses_them_by_name() -> None:
+    plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    answer = post(make_web(FakeClient(), plain), CHAT, say("x"))
+    assert (answer.status_code, answer.get_json()["error"]["param"]) == (400, "tools")
+    answer = post(make_web(FakeClient(), tool_parser="none"), CHAT, say("x"))
+    assert (answer.status_code, answer.get_json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("think", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_in_answers(think: bool, stream: bool) -> None:
+    client = FakeClient()
+    text = ("" if think else "<think>\n") + "let me see\n</think>\n\nNoon."
+    body = say(text, chat_template_kwargs={"think": think}, tools=None, stream=stream)
+    answer = post(make_web(client, THINKER), CHAT, body)
+    if stream:
+        chunks = [data for _, data in events(answer)[:-1]]
+        message = join_deltas([chunk["choices"][0]["delta"] for chunk in chunks])
+    else:
+        message = answer.get_json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "let me see"
+    assert message["content"] == "Noon."
+    off = post(make_web(client, THINKER, reasoning_parser="none"), CHAT, {**body, "stream": False})
+    assert "</think>" in off.get_json()["choices"][0]["message"]["content"]
+
+
+def test_a_form_holds_after_the_thoughts_only() -> None:
+    client = FakeClient()
+    web = make_web(client, THINKER)
+    form = {"structured_outputs": {"choice": ["yes"]}, "tools": None}
+    for think in (True, False):
+        body = say("x", chat_template_kwargs={"think": think}, **form)
+        assert post(web, CHAT, body).status_code == 200
+    opened, free = (request.grammar for request in client.requests)
+    assert opened is not None
+    assert free is not None
+    assert "</think>" in opened.text
+    assert "<think>" not in opened.text
+    assert "<think>" in free.text
