@@ -124,7 +124,7 @@ def _quantize(weight: jax.Array, scheme: Scheme) -> tuple[QuantizedWeight, jax.A
     dtype = jnp.dtype(scheme.scale_dtype)
     zeros = None
     if scheme.values != "int4":
-        top = np.float32(LARGEST[scheme.values])
+        top = LARGEST[scheme.values]
         scales = (jnp.max(jnp.abs(groups), -1) * _reciprocal(top)).astype(dtype)
         values = jnp.clip(groups * _inverse(scales), -top, top)
         if scheme.values == "int8":

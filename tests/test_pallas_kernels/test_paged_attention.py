@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from pallas_kernels.paged_attention import api, cases, reference
 from pallas_kernels.paged_attention.cases import Case, Inputs
 from pallas_kernels.paged_attention.reference import KVPages, PagedBatch
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 NAMES = [name for name in IMPLEMENTATIONS["paged_attention"] if name in ("cpu", "reference")]
 BY_NAME = {case.name: case for case in cases.SMALL}
 OTHER_DTYPES = ("decode", "mixed", "everything", "head-size-3")
@@ -26,6 +29,21 @@ CASES = [
     *((BY_NAME[n], "float32", p) for n in OTHER_DTYPES for p in reference.QUANTISED),
     (BY_NAME["mixed"], "bfloat16", "int8"),
 ]
+#: Other sizes that mean nothing to the definition: only in slow runs.
+DEFINED_SLOWLY = {"ragged", "prefill", "multi-head", "wide-group", "odd-group", "head-size-10"} | {
+    *("head-size-128", "head-size-256", "window", "soft-cap", "sinks", "page-size-1"),
+}
+
+
+def _calls() -> list[Any]:
+    """Case, dtypes and implementation of every test."""
+    calls = []
+    for (case, *dtypes), name in itertools.product(CASES, NAMES):
+        slow = name == "reference" and case.name in DEFINED_SLOWLY
+        label = "-".join((case.name, *dtypes, name))
+        marks = [pytest.mark.slow] if slow else []
+        calls.append(pytest.param(case, *dtypes, name, id=label, marks=marks))
+    return calls
 
 
 def run(inputs: Inputs, implementation: str = "cpu") -> tuple[np.ndarray, KVPages]:
@@ -90,11 +108,8 @@ def assert_close(got: np.ndarray, want: np.ndarray, case: Case, dtype: str) -> N
     assert worst <= 1.0, f"{case.name}: {worst:.2f} times the tolerance"
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("case", "dtype", "page_dtype"), CASES, ids=[f"{c.name}-{d}-{p}" for c, d, p in CASES]
-)
-def test_equals_dense_attention(case: Case, name: str, dtype: str, page_dtype: str) -> None:
+@pytest.mark.parametrize(("case", "dtype", "page_dtype", "name"), _calls())
+def test_equals_dense_attention(case: Case, dtype: str, page_dtype: str, name: str) -> None:
     inputs = cases.make_inputs(case, dtype=dtype, page_dtype=page_dtype)
     got, pages = run(inputs, name)
     assert_close(got, expected(case, inputs, pages), case, dtype)

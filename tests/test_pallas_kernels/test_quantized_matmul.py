@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -15,7 +16,10 @@ from pallas_kernels import dispatch
 from pallas_kernels.errors import KernelError
 from pallas_kernels.quantized_matmul import api, cases
 from pallas_kernels.quantized_matmul.cases import Case, Inputs
+from pallas_kernels.quantized_matmul.quantize import round_fp8, round_integers
 from pallas_kernels.quantized_matmul.scheme import SCHEMES, QuantizedWeight, Scheme
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 NAMES = ("cpu", "reference")
 #: One scheme per kernel on CPUs.
@@ -266,6 +270,22 @@ def test_what_was_quantised_in_a_file_stays_as_it_was() -> None:
         scheme = dataclasses.replace(SCHEMES["int4_group32_zero"], scale_dtype=scale_dtype)
         error = np.abs(api.dequantize(api.quantize(q4_1, scheme), scheme) - q4_1)
         assert (error <= limit * scales.repeat(32, -1).reshape(16, 128)).all(), scale_dtype
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_row_is_rounded_the_same_alone(compiled: bool) -> None:
+    """Bit for bit, activations and weights, where a single scale is all there is, too."""
+    x = np.random.default_rng(3).standard_normal((16, 64), np.float32)
+    for make in (round_fp8, functools.partial(round_integers, dtype="int8")):
+        call = jax.jit(make) if compiled else make
+        values, scales = call(x)
+        for row in range(len(x)):
+            alone, scale = call(x[row : row + 1])
+            assert np.asarray(alone)[0].tobytes() == np.asarray(values)[row].tobytes()
+            assert np.asarray(scale)[0].tobytes() == np.asarray(scales)[row].tobytes()
+    whole = np.asarray(api.quantize(x, SCHEMES["fp8"]).scales)
+    each = [api.quantize(x[row : row + 1], SCHEMES["fp8"]).scales for row in range(len(x))]
+    assert np.concatenate(each).tobytes() == whole.tobytes()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

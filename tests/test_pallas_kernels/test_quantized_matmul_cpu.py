@@ -17,6 +17,8 @@ from pallas_kernels.quantized_matmul import api, cases, cpu
 from pallas_kernels.quantized_matmul.cases import Case
 from pallas_kernels.quantized_matmul.scheme import SCHEMES, QuantizedWeight, Scheme
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 #: One scheme per kernel.
 KERNELS = ("int8_group32_a16", "int4_group32_zero_a16", "int8", "int4_group64", "fp8")
 #: Rows of two widths, more than a block holds, and weights of several runs of panels.

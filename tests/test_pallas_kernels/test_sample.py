@@ -38,7 +38,13 @@ def filters(rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Filter
 
 
 fast = jax.jit(api.filtered_logits)
-defined = jax.jit(reference.filtered_logits)
+defined = jax.jit(
+    reference.filtered_logits,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
+)
 draw = jax.jit(api.sample)
 
 
@@ -86,7 +92,7 @@ def allowed_range(
     return result[0], result[1]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(["normal", "ties", "equal", "masked", "huge", "peaked", "flat"]),
     vocab=st.sampled_from(VOCABULARIES),
