@@ -190,6 +190,7 @@ class EngineConfig:
 
 
 DEFAULT_MAX_LEN = 8192
+DEFAULT_ITL_TARGET_MS = 100.0
 #: How a model may write calls of tools, and what it thinks; auto asks its chat template.
 TOOL_PARSERS = (
     "auto",
@@ -202,7 +203,6 @@ TOOL_PARSERS = (
     "functiongemma",
 )
 REASONING_PARSERS = ("auto", "none", "deepseek")
-DEFAULT_ITL_TARGET_MS = 100.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,11 +38,6 @@ _COMPLETION: Refusals = {
     "suffix": (("",), "inserting text before a suffix is not supported"),
 }
 
-
-def refusals(kind: type[GenerationBody]) -> Refusals:
-    """The fields of a body that are refused unless they ask for nothing."""
-    return _CHAT if issubclass(kind, ChatBody) else _COMPLETION
-
 #: vLLM's earlier fields beside guided_json, guided_regex, guided_choice and guided_grammar.
 _BOTH: Refusals = {
     "guided_decoding_backend": ((), "there is one backend"),
@@ -50,10 +45,14 @@ _BOTH: Refusals = {
 }
 
 
+def refusals(kind: type[GenerationBody]) -> Refusals:
+    """The fields of a body that are refused unless they ask for nothing."""
+    return {**(_CHAT if issubclass(kind, ChatBody) else _COMPLETION), **_BOTH}
+
+
 def refuse_unsupported(body: GenerationBody) -> None:
     """Raises RequestError for the first field that asks for something we do not have."""
-    refuse_fields(body, _CHAT if isinstance(body, ChatBody) else _COMPLETION)
-    refuse_fields(body, _BOTH)
+    refuse_fields(body, refusals(type(body)))
     if isinstance(body, CompletionBody):
         _check_best_of(body)
     if body.prompt_logprobs is not None:
