@@ -38,6 +38,11 @@ def read_json(kind: type[AnyBody], max_bytes: int) -> AnyBody:
         raise UnsupportedMediaType(
             f"the content type is {mimetype[:100] or 'missing'!r}; send application/json"
         )
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise UnsupportedMediaType(
+            f"the content encoding is {encoding[:40]!r}; send the body as it is"
+        )
     data = _read(max_bytes)
     mark("body_read")
     return decode_body(data, kind)

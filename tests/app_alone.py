@@ -17,7 +17,11 @@ from server.app import create_app
 
 
 def make_app(
-    client: FakeClient | None = None, *, folder: pathlib.Path | None = None, **settings: Any
+    client: FakeClient | None = None,
+    *,
+    folder: pathlib.Path | None = None,
+    template: str = TEMPLATE,
+    **settings: Any,
 ) -> flask.Flask:
     """settings: fields of ServerConfig. folder: where the application keeps files, if anywhere."""
     if folder is not None:
@@ -27,7 +31,7 @@ def make_app(
     return create_app(
         client or FakeClient(),  # type: ignore[arg-type]
         ByteTokenizer(),
-        ChatTemplate(TEMPLATE, special={}),
+        ChatTemplate(template, special={}),
         EngineConfig(model="fake"),
         ServerConfig(**settings),
     )

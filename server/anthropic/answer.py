@@ -6,55 +6,51 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxserve.request import FinishReason, RequestOutput
-from server import sse
+from jaxserve.request import RequestOutput
 from server.answers import AnswerReader
+from server.anthropic.blocks import Blocks, event
+from server.openai.tools_message import MessageStyle
 
 Json = dict[str, Any]
 
 
 class MessageAnswer:
-    """Writes the answer to one request, which `reader` reads."""
+    """Writes the answer to one request, which `reader` reads. style: see `Blocks`."""
 
-    def __init__(self, model: str, reader: AnswerReader) -> None:
+    def __init__(self, model: str, reader: AnswerReader, style: MessageStyle | None = None) -> None:
         self._model = model
         self._reader = reader
+        self._blocks = Blocks(style)
         self._id = f"msg_{uuid.uuid4().hex}"
 
     def whole(self, answer: RequestOutput) -> Json:
         """The message object, from the complete answer."""
         return {
-            **self._message([{"type": "text", "text": answer.text}]),
-            **_stop(answer),
+            **self._message(self._blocks.whole(answer)),
+            **self._blocks.stop(answer),
             "usage": {**self._usage_in(), "output_tokens": self._reader.num_tokens},
         }
 
     def events(self, pieces: Iterable[tuple[int, RequestOutput]]) -> Iterator[bytes]:
-        """The start of the message, one block of text piece by piece, and how it ended."""
+        """The start of the message, its blocks piece by piece, and how it ended."""
         begun = False
-        delta: Json = {"type": "text_delta", "text": sse.TEXT_HERE}
-        text_event = sse.TextEvent(
-            {"type": "content_block_delta", "index": 0, "delta": delta}, name="content_block_delta"
-        )
         for _, piece in pieces:
             if not begun:
                 begun = True
                 yield from self._begin()
-            if piece.text:
-                yield text_event(piece.text)
+            yield from self._blocks.events(piece)
             if piece.finish_reason is not None:
-                yield _event("content_block_stop", index=0)
                 usage = {**self._usage_in(), "output_tokens": self._reader.num_tokens}
-                yield _event("message_delta", delta=_stop(piece), usage=usage)
-        yield _event("message_stop")
+                yield event("message_delta", delta=self._blocks.stop(piece), usage=usage)
+        yield event("message_stop")
 
     def _begin(self) -> Iterator[bytes]:
         """Comes with the first piece, since only then it is known what the cache had."""
         message = self._message([])
         message["usage"] = {**self._usage_in(), "output_tokens": 0}
-        yield _event("message_start", message=message)
-        yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
-        yield _event("ping")
+        yield event("message_start", message=message)
+        yield from self._blocks.begin()
+        yield event("ping")
 
     def _message(self, content: list[Json]) -> Json:
         return {
@@ -75,15 +71,3 @@ class MessageAnswer:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
         }
-
-
-def _stop(piece: RequestOutput) -> Json:
-    if piece.finish_reason is FinishReason.LENGTH:
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if isinstance(piece.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": piece.stop_reason}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
-
-
-def _event(name: str, **fields: Any) -> bytes:
-    return sse.named_event(name, {"type": name, **fields})

@@ -37,6 +37,7 @@ def to_chat(body: PromptBody) -> ChatBody:
         continue_final_message=messages[-1]["role"] == "assistant",
         tools=[_tool(tool, f"tools.{number}") for number, tool in enumerate(body.tools or [])],
         tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=not (body.tool_choice or {}).get("disable_parallel_tool_use", False),
     )
     if isinstance(body, MessagesBody):
         if body.max_tokens < 1:
@@ -154,11 +155,6 @@ def _tool_choice(choice: Json | None) -> Any:
     if choice is None:
         return None
     kind = choice.get("type")
-    if choice.get("disable_parallel_tool_use"):
-        raise RequestError(
-            "tool_choice.disable_parallel_tool_use is not supported by this server; leave it out",
-            param="tool_choice",
-        )
     if kind == "tool" and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": choice["name"]}}
     names = {"auto": "auto", "none": "none", "any": "required"}

@@ -29,6 +29,8 @@ from server.described import EVENTS, JSON, Description, described
 from server.errors import error_response
 from server.generation import Generation
 from server.openai.ask import chat_ask
+from server.openai.tools_message import MessageStyle
+from server.openai.tools_style import message_style
 from server.services import Services
 
 VERSIONS = ("2023-06-01", "2026-10-21")
@@ -47,9 +49,9 @@ def messages_blueprint(services: Services) -> flask.Blueprint:
         _check_version()
         body = read_json(MessagesBody, services.config.max_body_bytes)
         model = services.check_model(body.model)
-        ask = _ask(services, body)
+        ask, style = _ask(services, body)
         generation = Generation(services, ask)
-        answer = MessageAnswer(model, generation.readers[0])
+        answer = MessageAnswer(model, generation.readers[0], style)
         if body.stream:
             failed = functools.partial(_error_event, request_id=flask.g.request_id)
             return generation.stream(answer.events(generation.pieces()), done=b"", failed=failed)
@@ -63,20 +65,27 @@ def messages_blueprint(services: Services) -> flask.Blueprint:
         _check_version()
         body = read_json(CountTokensBody, services.config.max_body_bytes)
         services.check_model(body.model)
-        return {"input_tokens": len(_ask(services, body).prompts[0])}
+        return {"input_tokens": len(_ask(services, body)[0].prompts[0])}
 
     return blueprint
 
 
-def _ask(services: Services, body: MessagesBody | CountTokensBody) -> Ask:
-    return chat_ask(
-        to_chat(body),
+def _ask(
+    services: Services, body: MessagesBody | CountTokensBody
+) -> tuple[Ask, MessageStyle | None]:
+    """What is asked, and how the answer is to be read."""
+    chat = to_chat(body)
+    ask = chat_ask(
+        chat,
         services.tokenizer,
         services.prompts,
         services.config,
         request_id=flask.g.request_id,
         arrival=flask.g.arrival,
+        reads_calls=True,
     )
+    template, prompt_ids = services.prompts.template, ask.prompts[0]
+    return ask, message_style(chat, services.tokenizer, template, services.config, prompt_ids)
 
 
 def _check_version() -> None:

@@ -12,9 +12,10 @@ from jaxserve.errors import JaxserveError
 from jaxserve.request import FinishReason, RequestOutput
 from jaxserve.tokenizer.protocol import Tokenizer
 from server import sse
-from server.answers import AnswerReader, join
+from server.answers import AnswerReader
 from server.errors import error_body
-from server.openai.response import chat_logprobs
+from server.openai.tools_message import MessageStyle
+from server.responses.items import OutputItems
 from server.responses.schema import ResponsesBody
 
 Json = dict[str, Any]
@@ -39,7 +40,11 @@ _REPEATED: Json = {
 
 
 class ResponseAnswer:
-    """Writes the answer to one request. keep: stores the finished object, or does nothing."""
+    """Writes the answer to one request.
+
+    keep: stores the finished object, or does nothing. style: how thoughts and calls of tools stand
+    in the text, None for plain text.
+    """
 
     def __init__(
         self,
@@ -48,11 +53,11 @@ class ResponseAnswer:
         model: str,
         reader: AnswerReader,
         keep: Callable[[Json], None],
+        style: MessageStyle | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._items = OutputItems(tokenizer, style, self._event)
         self._reader = reader
         self._keep = keep
-        self._item_id = f"msg_{uuid.uuid4().hex}"
         self._numbers = itertools.count()
         given = {name: getattr(body, name) for name in _REPEATED}
         self._head: Json = {
@@ -69,43 +74,33 @@ class ResponseAnswer:
 
     def whole(self, answer: RequestOutput) -> Json:
         """The response object, from the complete answer; it is kept if that was asked for."""
-        cut = answer.finish_reason is FinishReason.LENGTH
+        for _ in self._items.push(answer):
+            pass  # events that nobody asked for
+        for _ in self._items.finish(cut=answer.finish_reason is FinishReason.LENGTH):
+            pass
+        return self._ended(answer)
+
+    def events(self, pieces: Iterable[tuple[int, RequestOutput]]) -> Iterator[bytes]:
+        """Every event with its number: created, the items part by part, and the end."""
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+        for _, piece in pieces:
+            yield from self._items.push(piece)
+            if piece.finish_reason is not None:
+                yield from self._items.finish(cut=piece.finish_reason is FinishReason.LENGTH)
+                whole = self._ended(piece)
+                yield self._event(f"response.{whole['status']}", response=whole)
+
+    def _ended(self, last: RequestOutput) -> Json:
+        cut = last.finish_reason is FinishReason.LENGTH
         whole = self._response(
             "incomplete" if cut else "completed",
-            output=[self._item(answer, "incomplete" if cut else "completed")],
+            output=self._items.items,
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
             usage=self._usage(),
         )
         self._keep(whole)
         return whole
-
-    def events(self, pieces: Iterable[tuple[int, RequestOutput]]) -> Iterator[bytes]:
-        """Every event with its number: created, one item with one part of text, and the end."""
-        yield self._event("response.created", response=self._response("in_progress"))
-        yield self._event("response.in_progress", response=self._response("in_progress"))
-        item: Json = {**self._item(None, "in_progress"), "content": []}
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        at: Json = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        yield self._event("response.content_part.added", **at, part=self._part(None))
-        answer: RequestOutput | None = None
-        for _, piece in pieces:
-            answer = piece if answer is None else join(answer, piece)
-            if piece.text:
-                yield self._event(
-                    "response.output_text.delta",
-                    **at,
-                    delta=piece.text,
-                    logprobs=self._logprobs(piece),
-                )
-        assert answer is not None, "an answer has at least its last piece"
-        whole = self.whole(answer)
-        done = whole["output"][0]
-        part = done["content"][0]
-        text, logprobs = part["text"], part["logprobs"]
-        yield self._event("response.output_text.done", **at, text=text, logprobs=logprobs)
-        yield self._event("response.content_part.done", **at, part=part)
-        yield self._event("response.output_item.done", output_index=0, item=done)
-        yield self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, error: Exception) -> bytes:
         """The two events that end a stream that cannot go on."""
@@ -122,27 +117,6 @@ class ResponseAnswer:
         empty: Json = {"error": None, "incomplete_details": None, "output": [], "usage": None}
         return {**self._head, "status": status, **empty, **fields}
 
-    def _item(self, answer: RequestOutput | None, status: str) -> Json:
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [self._part(answer)],
-        }
-
-    def _part(self, answer: RequestOutput | None) -> Json:
-        return {
-            "type": "output_text",
-            "text": "" if answer is None else answer.text,
-            "annotations": [],
-            "logprobs": [] if answer is None else self._logprobs(answer),
-        }
-
-    def _logprobs(self, answer: RequestOutput) -> list[Json]:
-        found = chat_logprobs(self._tokenizer, answer.logprobs)
-        return [] if found is None else list(found["content"])
-
     def _usage(self) -> Json:
         reader = self._reader
         prompt = len(reader.request.prompt_ids)
@@ -157,6 +131,6 @@ class ResponseAnswer:
             "total_tokens": prompt + reader.num_tokens,
         }
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         number = next(self._numbers)
         return sse.named_event(name, {"type": name, "sequence_number": number, **fields})

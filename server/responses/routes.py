@@ -15,6 +15,8 @@ from server.body import read_json
 from server.described import EVENTS, JSON, Description, described
 from server.generation import Generation
 from server.openai.ask import chat_ask
+from server.openai.tools_message import MessageStyle
+from server.openai.tools_style import message_style
 from server.paging import PAGE_QUERY, list_body, read_page
 from server.responses.answer import ResponseAnswer
 from server.responses.read import input_items, to_chat
@@ -50,7 +52,7 @@ def responses_blueprint(services: Services) -> flask.Blueprint:
         body = read_json(ResponsesBody, services.config.max_body_bytes)
         model = services.check_model(body.model)
         tenant = current_tenant()
-        ask = _ask(services, store, body)
+        ask, style = _ask(services, store, body)
         items = [{"id": f"item_{uuid.uuid4().hex}", **item} for item in input_items(body)]
 
         def keep(whole: dict[str, Any]) -> None:
@@ -58,7 +60,7 @@ def responses_blueprint(services: Services) -> flask.Blueprint:
                 store.save(whole, items, tenant)
 
         generation = Generation(services, ask)
-        answer = ResponseAnswer(services.tokenizer, body, model, generation.readers[0], keep)
+        answer = ResponseAnswer(services.tokenizer, body, model, generation.readers[0], keep, style)
         if body.stream:
             return generation.stream(
                 answer.events(generation.pieces()), done=b"", failed=answer.failed
@@ -72,7 +74,7 @@ def responses_blueprint(services: Services) -> flask.Blueprint:
         """How many tokens the prompt of such a request has."""
         body = read_json(CountBody, services.config.max_body_bytes)
         services.check_model(body.model)
-        count = len(_ask(services, store, body).prompts[0])
+        count = len(_ask(services, store, body)[0].prompts[0])
         return {"object": "response.input_tokens", "input_tokens": count}
 
     @blueprint.get(f"{_PATH}/<response_id>")
@@ -100,21 +102,34 @@ def responses_blueprint(services: Services) -> flask.Blueprint:
     return blueprint
 
 
-def _ask(services: Services, store: ResponseStore, body: PromptBody) -> Ask:
+def _ask(
+    services: Services, store: ResponseStore, body: PromptBody
+) -> tuple[Ask, MessageStyle | None]:
+    """What is asked, and how the answer is to be read."""
     earlier: list[Any] = []
     if body.previous_response_id is not None:
         earlier = store.conversation(body.previous_response_id, current_tenant())
     try:
+        chat = to_chat(body, earlier)
         ask = chat_ask(
-            to_chat(body, earlier),
+            chat,
             services.tokenizer,
             services.prompts,
             services.config,
             request_id=flask.g.request_id,
             arrival=flask.g.arrival,
+            reads_calls=True,
+        )
+        style = message_style(
+            chat,
+            services.tokenizer,
+            services.prompts.template,
+            services.config,
+            ask.prompts[0],
         )
     except RequestError as error:
         if error.param in _NAMES:
             error.param = _NAMES[error.param]
         raise
-    return dataclasses.replace(ask, max_tokens_param="max_output_tokens", prompt_param="input")
+    ask = dataclasses.replace(ask, max_tokens_param="max_output_tokens", prompt_param="input")
+    return ask, style

@@ -62,3 +62,8 @@ def test_parameters_without_effect_are_refused(web: Any, name: str) -> None:
     error = answer.get_json()["error"]
     assert (answer.status_code, error["param"]) == (400, name)
     assert error["code"] == "unsupported_parameter"
+
+
+def test_a_compressed_body_is_refused_by_name(web: Any) -> None:
+    answer = post(web, CHAT, b"\x1f\x8b", **{"Content-Encoding": "gzip"})
+    assert (answer.status_code, "gzip" in answer.get_json()["error"]["message"]) == (415, True)
