@@ -197,6 +197,7 @@ TOOL_PARSERS = (
     "none",
     "hermes",
     "llama3_json",
+    "pythonic",
     "mistral",
     "mistral_args",
     "gemma",

@@ -24,12 +24,13 @@ _NAME = r"[A-Za-z0-9_.-]{1,64}"
 class ToolFormat:
     """One convention.
 
-    opening: text that begins a call or a list of calls; "" where an answer that begins with `{` is
-    one. closing: text that ends a call, "" if there is none; then calls may stand side by side after
+    opening: text that begins a call or a list of calls; "" where an answer that begins with `start`
+    is one. closing: text that ends a call, "" if there is none; then calls may stand side by side after
     one opening, with `separator` between them and `list_end` after the last.
     header: what stands between opening and arguments; group 1 is the function's name.
     in_object: the arguments stand in an object with the name, whose brace comes after them.
     quote: None where arguments are JSON; else the text around strings in Gemma's notation.
+    python: the whole answer is a Python list of calls, `[f(x=1), g()]`.
     prefix: text that may stand before the first call and means nothing.
     call: how a grammar writes one call, with {name} and {arguments} in Lark; "" where `required` and
     named tools are enforced in Llama's way instead, whatever the model prefers. lead, between, end:
@@ -42,6 +43,8 @@ class ToolFormat:
     header: re.Pattern[str]
     call: str
     in_object: bool = True
+    start: str = "{"
+    python: bool = False
     separator: str = ""
     list_end: str = ""
     prefix: str = ""
@@ -124,8 +127,20 @@ FUNCTION_GEMMA = dataclasses.replace(
     closing="<end_function_call>",
     quote="<escape>",
 )
+PYTHONIC = ToolFormat(
+    name="pythonic",
+    opening="",
+    closing="",
+    header=re.compile(""),
+    call="",
+    in_object=False,
+    start="[",
+    python=True,
+    prefix="<|python_start|>",
+)
 FORMATS = {
-    each.name: each for each in (HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GEMMA, FUNCTION_GEMMA)
+    each.name: each
+    for each in (HERMES, LLAMA3, PYTHONIC, MISTRAL, MISTRAL_ARGS, GEMMA, FUNCTION_GEMMA)
 }
 
 #: What a chat template contains -> the convention; the first that fits.
@@ -135,6 +150,7 @@ _SIGNS = (
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
     (("[TOOL_CALLS]",), MISTRAL),
     (("<tool_call>", "name", "arguments"), HERMES),
+    (("<|header_start|>",), PYTHONIC),
     (("<|start_header_id|>",), LLAMA3),
     (("<|python_tag|>",), LLAMA3),
 )

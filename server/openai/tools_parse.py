@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from server.openai.tools_formats import MAX_HEADER, ToolFormat
-from server.openai.tools_values import ObjectEnd
+from server.openai.tools_values import ObjectEnd, parse_python
 
 Delta = dict[str, Any]
 #: What may stand between a call's arguments and its closing text.
@@ -50,6 +50,8 @@ class CallReader:
         """What was held back; call once, at the end."""
         if self._state in (self._in_header, self._in_block):
             self._show(self._format.opening + self._text)
+        elif self._state == self._in_python:
+            self._end_python()
         elif self._state in (self._before, self._plain):
             rest = self._text.rstrip() if self.num_calls else self._text
             self._show(rest)
@@ -80,7 +82,23 @@ class CallReader:
             return False
         if not rest:
             return False
-        return self._go(self._in_header if rest.startswith("{") else self._plain)
+        if not rest.startswith(self._format.start):
+            return self._go(self._plain)
+        return self._go(self._in_python if self._format.python else self._in_header)
+
+    def _in_python(self) -> bool:
+        """In a list of Python calls: it is read when the answer is complete."""
+        return False
+
+    def _end_python(self) -> None:
+        text = self._text.strip().removeprefix(self._format.prefix)
+        calls = parse_python(text.removesuffix("<|python_end|>"))
+        if calls is None or any(name not in self._names for name, _ in calls):
+            self._show(self._text)
+            return
+        for name, arguments in calls:
+            self._begin(name)
+            self._arguments(arguments)
 
     def _plain(self) -> bool:
         self._show(self._text)

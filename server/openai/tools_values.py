@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from typing import Any
 
 _MAX_DEPTH = 64
+_MAX_PYTHON = 65_536
+_JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 class ObjectEnd:
@@ -140,3 +143,28 @@ def _skip(text: str, at: int) -> int:
     while at < len(text) and text[at].isspace():
         at += 1
     return at
+
+
+def parse_python(text: str) -> list[tuple[str, str]] | None:
+    """`[f(x=1), g()]` as names and arguments (JSON); None if it is something else."""
+    if len(text) > _MAX_PYTHON:
+        return None
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        calls = [_python_call(item) for item in getattr(tree, "elts", ())]
+        return calls if isinstance(tree, ast.List) and calls else None
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _python_call(item: ast.expr) -> tuple[str, str]:
+    if not isinstance(item, ast.Call) or item.args:
+        raise ValueError(item)
+    arguments = {}
+    for keyword in item.keywords:
+        if keyword.arg is None:
+            raise ValueError(item)
+        value = keyword.value
+        word = _JSON_WORDS.get(value.id, value) if isinstance(value, ast.Name) else value
+        arguments[keyword.arg] = ast.literal_eval(word) if isinstance(word, ast.expr) else word
+    return ast.unparse(item.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)

@@ -42,7 +42,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     config = EngineConfig(
-        model="small", max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256, page_size=16
+        model="small", max_num_seqs=8, max_num_batched_tokens=8, max_model_len=256, page_size=16
     )
     return make_engine(config)[0]
 

@@ -15,7 +15,7 @@ from byte_tokenizer import EOS, ByteTokenizer
 from fake_client import FakeClient
 from hypothesis import example, given, settings
 
-from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.config import TOOL_PARSERS, EngineConfig, ServerConfig
 from jaxserve.context.chat_template import ChatTemplate
 from jaxserve.request import Grammar
 from jaxserve.structured.matcher import Grammars
@@ -74,6 +74,16 @@ ANSWERS: dict[str, list[tuple[str, str | None, list[tuple[str, Any]]]]] = {
         ),
         ('{"a": 1} is JSON', '{"a": 1} is JSON', []),
         ('Hello {"name": "now", "parameters": {}}', 'Hello {"name": "now", "parameters": {}}', []),
+    ],
+    "pythonic": [
+        (
+            '[weather(city="a]\\"b", days=[1, {"x": None}], ok=true), now()]',
+            None,
+            [("weather", {"city": 'a]"b', "days": [1, {"x": None}], "ok": True}), ("now", {})],
+        ),
+        ("[1, 2] is a list", "[1, 2] is a list", []),
+        ("[now(__import__)]", "[now(__import__)]", []),
+        ("[nope()]", "[nope()]", []),
     ],
     "mistral": [
         (
@@ -296,6 +306,10 @@ def test_tools_are_shown_and_history_is_taken() -> None:
     prompt = ByteTokenizer().decode(client.requests[0].prompt_ids, skip_special=False)
     assert '"name": "weather"' in prompt
     assert '{"z": 1}<end><turn>tool\nnoon' in prompt
+
+
+def test_the_settings_know_the_same_formats() -> None:
+    assert {"auto", "none", *FORMATS} == set(TOOL_PARSERS)
 
 
 def test_choices_of_tools() -> None:
