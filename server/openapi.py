@@ -6,6 +6,7 @@ what is said here is what is checked there. OpenAPI 3.1.
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import flask
 import msgspec
 
-import jaxserve
 from server.described import EVENTS, JSON, Description, description_of
 from server.openai.schema import Body
 
@@ -74,7 +74,7 @@ def describe(app: flask.Flask) -> Json:
         "openapi": "3.1.0",
         "info": {
             "title": "jaxserve",
-            "version": jaxserve.__version__,
+            "version": _version(),
             "description": "OpenAI's and Anthropic's APIs, with vLLM's additions.",
         },
         "paths": paths,
@@ -87,6 +87,14 @@ def describe(app: flask.Flask) -> Json:
         },
         "security": [{}, {"bearer": []}, {"key": []}],
     }
+
+
+def _version() -> str:
+    """Of the installed package; the front end does not import it as a whole."""
+    try:
+        return importlib.metadata.version("jaxserve")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _operation(
