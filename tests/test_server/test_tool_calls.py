@@ -146,6 +146,14 @@ def test_calls_are_read(name: str, text: str, content: str | None, calls: list[A
         assert message["content"] == text
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "gemma", "pythonic"])
+def test_without_parallel_calls_the_first_one_counts(name: str) -> None:
+    text, calls = next((text, calls) for text, _, calls in ANSWERS[name] if len(calls) == 2)
+    message = read(MessageStyle(tools=FORMATS[name], names=NAMES, parallel=False), text, [])
+    assert [call["function"]["name"] for call in message["tool_calls"]] == [calls[0][0]]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == calls[0][1]
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(CASES), st.lists(st.integers(0, 10_000), max_size=30), st.booleans())
 @example(CASES[0], list(range(300)), True)
