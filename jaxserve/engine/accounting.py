@@ -1,122 +1,61 @@
-"""What each request cost: its share of every step, kept in constant memory (observes steps 4 to 7).
+"""What each request cost: its share, by tokens, of every step's time and padding (steps 4 to 7).
 
-A step's time and its padding are divided by tokens. The steps of an answer are summed up in
-stretches: first one step each, then, whenever there would be too many, two neighbours become one.
+Costs next to nothing per row: an answer that grows by one token a step is only noticed when that
+ends, and reckoned up then from sums over all steps.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
+from jaxserve.engine.account import MAX_STRETCHES, Account, StepSums, between
 from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.step_plan import StepPlan
+from jaxserve.engine.step_plan import ScheduledRow, StepPlan
 from jaxserve.request import FinishReason, RequestFacts, StepStretch
 
-#: Stretches kept of one request's prompt, and of its answer.
-MAX_STRETCHES = 32
-
-
-class Stretches:
-    """Steps in the order in which they came, at most `MAX_STRETCHES` entries."""
-
-    def __init__(self, kind: str) -> None:
-        self.entries: list[StepStretch] = []
-        self._kind = kind
-        self._steps_each = 1
-
-    def add(self, step: StepShare, tokens: int, padding: float) -> None:
-        """One more step, of which `tokens` were this request's."""
-        if not self.entries or self.entries[-1].steps >= self._steps_each:
-            if len(self.entries) == MAX_STRETCHES:
-                self._halve()
-            self.entries.append(StepStretch(kind=self._kind, begun=step.begun, ended=step.ended))
-        last = self.entries[-1]
-        last.ended = step.ended
-        last.steps += 1
-        last.tokens += tokens
-        last.bucket_tokens += step.bucket_tokens
-        last.rows += step.rows
-        last.padding_tokens += padding
-        last.device_seconds += step.seconds_each * tokens
-
-    def _halve(self) -> None:
-        self._steps_each *= 2
-        pairs = zip(self.entries[::2], self.entries[1::2], strict=True)
-        self.entries = [_join(first, second) for first, second in pairs]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepShare:
-    """One step, as every row of it sees it."""
-
-    begun: float
-    ended: float
-    bucket_tokens: int
-    rows: int
-    seconds_each: float
-    padding_each: float
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Account:
-    """One request's shares so far. Lists of steps only for a request that is traced."""
-
-    device_seconds: float = 0.0
-    padding_tokens: float = 0.0
-    prefill_tokens: int = 0
-    steps: int = 0
-    prefill: Stretches | None = None
-    decode: Stretches | None = None
+#: Steps whose sums are kept one by one; of answers that are longer the beginning is told as a whole.
+_RING = 4096
 
 
 class Accounting:
-    """Keeps the accounts of all requests that are in the engine."""
+    """Keeps the accounts of all requests that are in the engine, each on its sequence."""
 
     def __init__(self) -> None:
-        self._accounts: dict[str, Account] = {}
+        self._number = 0
+        self._ring: list[StepSums] = [StepSums(0.0, 0.0)] * _RING
+        self._last = self._ring[0]
 
     def open(self, sequence: Sequence) -> None:
         """A request has been accepted."""
-        account = Account()
         if sequence.request.trace:
-            account.prefill, account.decode = Stretches("prefill"), Stretches("decode")
-        self._accounts[sequence.request.request_id] = account
+            sequence.account.trace()
 
     def count_step(self, plan: StepPlan, bucket_tokens: int, begun: float, ended: float) -> None:
         """A step has been read: everybody in it pays for its tokens."""
-        tokens = max(1, plan.num_tokens)
-        step = StepShare(
+        before, number = self._last, self._number
+        tokens, rows = max(1, plan.num_tokens), len(plan.rows)
+        self._last = last = StepSums(
             begun,
             ended,
-            bucket_tokens,
-            len(plan.rows),
-            max(0.0, ended - begun) / tokens,
-            max(0, bucket_tokens - tokens) / tokens,
+            before.seconds + max(0.0, ended - begun) / tokens,
+            before.padding + max(0, bucket_tokens - tokens) / tokens,
+            before.rows + rows,
+            before.bucket_tokens + bucket_tokens,
         )
-        accounts = self._accounts
+        self._ring[number % _RING] = last
+        self._number = following = number + 1
         for row in plan.rows:
-            sequence, count = row.sequence, row.count
-            account = accounts.get(sequence.request.request_id)
-            if account is None:
-                continue  # it was aborted while the step ran
-            padding = step.padding_each * count
-            account.device_seconds += step.seconds_each * count
-            account.padding_tokens += padding
-            account.steps += 1
-            reads = row.start < sequence.num_prompt_tokens
-            if reads:
-                account.prefill_tokens += count
-            stretches = account.prefill if reads else account.decode
-            if stretches is not None:
-                stretches.add(step, count, padding)
+            account = row.sequence.account
+            if account.next_step == number and row.count == 1:
+                account.next_step = following
+            else:
+                self._count_row(row, account, before)
 
     def close(self, sequence: Sequence, reason: FinishReason, page_size: int) -> RequestFacts:
         """A request has ended: what it cost."""
-        account = self._accounts.pop(sequence.request.request_id, None) or Account()
-        times, now = sequence.times, time.monotonic()
-        begun = times.scheduled or now
-        stretches = [*_entries(account.prefill), *_entries(account.decode)]
+        account, times, now = sequence.account, sequence.times, time.monotonic()
+        self._end_run(account)
+        kept = [each.entries for each in (account.prefill, account.decode) if each is not None]
         return RequestFacts(
             finish_reason=reason,
             num_cached_tokens=sequence.num_cached_tokens,
@@ -126,30 +65,52 @@ class Accounting:
             num_pages=-(-len(sequence.tokens) // page_size) if times.scheduled else 0,
             num_cached_pages=sequence.num_cached_tokens // page_size,
             padding_tokens=account.padding_tokens,
-            queue_seconds=max(0.0, begun - times.arrival),
+            queue_seconds=max(0.0, (times.scheduled or now) - times.arrival),
             device_seconds=account.device_seconds,
             steps=account.steps,
             scheduled=times.scheduled,
             first_token=times.first_token,
             last_token=times.last_token,
             ended=now,
-            stretches=[stretch for stretch in stretches if stretch.steps],
+            stretches=[stretch for entries in kept for stretch in entries],
         )
 
+    def _count_row(self, row: ScheduledRow, account: Account, before: StepSums) -> None:
+        """A row that goes on with nothing: a prompt's, an answer's first, one with guesses."""
+        self._end_run(account)
+        reads = row.start < row.sequence.num_prompt_tokens
+        if not reads and row.count == 1:
+            account.before = before
+            account.first_step, account.next_step = self._number - 1, self._number
+            return
+        last, count = self._last, row.count
+        account.add(
+            StepStretch(
+                kind="prefill" if reads else "decode",
+                begun=last.begun,
+                ended=last.ended,
+                steps=1,
+                tokens=count,
+                bucket_tokens=last.bucket_tokens - before.bucket_tokens,
+                rows=last.rows - before.rows,
+                padding_tokens=(last.padding - before.padding) * count,
+                device_seconds=(last.seconds - before.seconds) * count,
+            )
+        )
 
-def _entries(stretches: Stretches | None) -> list[StepStretch]:
-    return [] if stretches is None else stretches.entries
-
-
-def _join(first: StepStretch, second: StepStretch) -> StepStretch:
-    return StepStretch(
-        kind=first.kind,
-        begun=first.begun,
-        ended=second.ended,
-        steps=first.steps + second.steps,
-        tokens=first.tokens + second.tokens,
-        bucket_tokens=first.bucket_tokens + second.bucket_tokens,
-        rows=first.rows + second.rows,
-        padding_tokens=first.padding_tokens + second.padding_tokens,
-        device_seconds=first.device_seconds + second.device_seconds,
-    )
+    def _end_run(self, account: Account) -> None:
+        """Reckons up the steps in which a sequence computed one token each, in equal stretches."""
+        before, first, end = account.before, account.first_step, account.next_step
+        account.before, account.next_step = None, -1
+        if before is None:
+            return
+        parts = min(end - first, MAX_STRETCHES) if account.decode is not None else 1
+        oldest, done = self._number - _RING, first
+        begun = self._ring[first % _RING].begun if first >= oldest else before.ended
+        for part in range(1, parts + 1):
+            stop = first + (end - first) * part // parts
+            if stop - 1 < oldest:
+                continue  # its sums are gone; the next part begins where this one does
+            last = self._ring[(stop - 1) % _RING]
+            account.add(between(before, last, begun, kind="decode", steps=stop - done))
+            before, begun, done = last, self._ring[stop % _RING].begun, stop

@@ -7,6 +7,7 @@ import enum
 import time
 from collections.abc import Iterator
 
+from jaxserve.engine.account import Account
 from jaxserve.engine.fair_queue import EXPECTED_ANSWER
 from jaxserve.kv import hashing
 from jaxserve.request import FinishReason, GenerationRequest
@@ -40,7 +41,7 @@ class Sequence:
     num_queued_tokens: what it counted for when it was queued. num_overtaken: later ones that were
     admitted while it waited. slot: its row of the device's sampling state. draft: guesses of what
     follows its newest token, for the next step only. turn: its place among those of all tenants,
-    given when it is first queued.
+    given when it is first queued. account: what it has taken so far.
     """
 
     request: GenerationRequest
@@ -59,6 +60,7 @@ class Sequence:
     num_queued_tokens: int = 0
     num_overtaken: int = 0
     turn: float | None = None
+    account: Account = dataclasses.field(default_factory=Account)
     pages: list[int] = dataclasses.field(default_factory=list)
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     draft: list[int] = dataclasses.field(default_factory=list)

@@ -7,8 +7,15 @@ import itertools
 import pytest
 from counting_engine import make_engine, request, run
 
-from jaxserve.engine.accounting import MAX_STRETCHES, StepShare, Stretches
-from jaxserve.request import FinishReason, GenerationRequest, RequestFacts, SamplingParams
+from jaxserve.engine import accounting
+from jaxserve.engine.account import MAX_STRETCHES, Stretches
+from jaxserve.request import (
+    FinishReason,
+    GenerationRequest,
+    RequestFacts,
+    SamplingParams,
+    StepStretch,
+)
 
 
 def traced(name: str, prompt: list[int], max_tokens: int) -> GenerationRequest:
@@ -74,7 +81,6 @@ def test_an_aborted_and_a_preempted_request_have_their_facts_too() -> None:
     again = [fact for fact in facts if fact.num_preemptions]
     assert again
     assert all(fact.num_prefill_tokens + fact.num_cached_tokens >= 8 for fact in again)
-    assert not engine._accounting._accounts, "nothing is kept of what has ended"
 
 
 def test_a_request_that_is_not_traced_keeps_no_steps() -> None:
@@ -85,18 +91,41 @@ def test_a_request_that_is_not_traced_keeps_no_steps() -> None:
     assert facts.steps > 0
 
 
-def test_a_long_answer_keeps_a_bounded_number_of_stretches_that_lose_nothing() -> None:
-    stretches = Stretches("decode")
+def test_a_long_answer_keeps_a_bounded_number_of_stretches_that_lose_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also one that outlives the sums of single steps, and beside one that comes and goes."""
+    monkeypatch.setattr(accounting, "_RING", 64)
+    engine, _ = make_engine(pages=300, max_len=1000)
+    engine.add(traced("long", [1, 2, 3], 500))
+    done = {}
+    for number in range(40):
+        engine.add(traced(str(number), [4] * (1 + number % 3), 5))
+        for _ in range(10):
+            done |= {o.request_id: o.facts for o in engine.step() if o.facts}
+    done |= {name: facts_of(pieces) for name, pieces in run(engine).items()}
+    for name, fact in done.items():
+        assert fact.steps == (500 if name == "long" else 5), name
+        assert sum(each.steps for each in fact.stretches) == fact.steps
+        assert (
+            sum(each.tokens for each in fact.stretches) == fact.num_prefill_tokens + fact.steps - 1
+        )
+        seconds = sum(each.device_seconds for each in fact.stretches)
+        assert seconds == pytest.approx(fact.device_seconds)
+        moments = [m for each in fact.stretches for m in (each.begun, each.ended)]
+        assert moments == sorted(moments)
+    decode = [each for each in done["long"].stretches if each.kind == "decode"]
+    assert 2 <= len(decode) <= MAX_STRETCHES
+    rows = sum(each.rows for each in decode)
+    assert rows >= 499 + 40 * 4, "those beside it are counted"
+
+
+def test_steps_that_come_one_by_one_are_summed_up_too() -> None:
+    stretches = Stretches()
     for number in range(10_000):
-        stretches.add(StepShare(number, number + 1, 8, 3, 0.5, 1.0), 1, 1.0)
+        stretches.add(StepStretch(kind="decode", begun=number, ended=number + 1, steps=1, tokens=2))
         assert len(stretches.entries) <= MAX_STRETCHES
     entries = stretches.entries
-    assert [sum(getattr(e, name) for e in entries) for name in ("steps", "tokens", "rows")] == [
-        10_000,
-        10_000,
-        30_000,
-    ]
-    assert sum(entry.device_seconds for entry in entries) == pytest.approx(5_000)
-    assert entries[0].begun == 0
+    assert sum(entry.tokens for entry in entries) == 20_000
     assert all(a.ended == b.begun for a, b in itertools.pairwise(entries))
-    assert entries[-1].ended == 10_000
+    assert (entries[0].begun, entries[-1].ended) == (0, 10_000)
