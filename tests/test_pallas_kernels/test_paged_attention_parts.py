@@ -18,6 +18,8 @@ from pallas_kernels.paged_attention import api, cases, cpu, reference
 from pallas_kernels.paged_attention.cases import Case, Inputs
 from pallas_kernels.paged_attention.reference import KVPages, PagedBatch
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 NAMES = [name for name in IMPLEMENTATIONS["paged_attention"] if name in ("cpu", "reference")]
 BY_NAME = {case.name: case for case in cases.SMALL}
 
@@ -38,9 +40,18 @@ def row_places(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     return tables[owners, position // case.page_size], position % case.page_size
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("page_dtype", list(reference.QUANTISED))
+@pytest.mark.parametrize(
+    ("page_dtype", "dtype", "name"),
+    [
+        *(
+            (page, dtype, "cpu")
+            for page in reference.QUANTISED
+            for dtype in ("float32", "bfloat16")
+        ),
+        ("int8", "float32", "reference"),
+        ("float8_e4m3fn", "bfloat16", "reference"),
+    ],
+)
 def test_rows_are_stored_as_quantise_has_them(page_dtype: str, dtype: str, name: str) -> None:
     """Numbers of many sizes, ties, heads of zeros: the same bits, and the same scales."""
     case = dataclasses.replace(

@@ -125,7 +125,12 @@ SETTINGS = {
         heads=(4, 2, 64), page_size=32, window=150, soft_cap=3.0, sinks=True, writes=3
     ),
     "multi-head-80": Setting(
-        heads=(2, 2, 80), page_size=64, dtype="bfloat16", window=21, heads_together=2
+        heads=(2, 2, 80),
+        page_size=64,
+        dtype="bfloat16",
+        page_dtype="bfloat16",
+        window=21,
+        heads_together=2,
     ),
     "gemma": Setting(heads=(2, 1, 256), page_size=256, soft_cap=5.0, writes=4, with_lse=True),
     "int8-two-tokens-a-row": Setting(
@@ -255,7 +260,9 @@ def assert_right(
 
 
 #: Not in every run of the tests: what they alone would find is rare.
-SLOW = {"int8-large-pages-two-tokens-a-row", "int8-stale-scales"}
+SLOW = {"two-tokens-a-row", "int8-large-pages-two-tokens-a-row", "int8-mask", "int8-stale-scales"}
+#: Batches that only the smallest programs run in every run, too.
+FEW = {"one-token", "nothing", "prefill"}
 
 
 def _names(names: Iterable[str]) -> list[Any]:
@@ -269,7 +276,9 @@ def program(request: pytest.FixtureRequest) -> tuple[Setting, Run]:
     return setting, compile_for(setting)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    "batch", [pytest.param(x, marks=pytest.mark.slow if x in FEW else []) for x in BATCHES]
+)
 def test_equals_the_definition(program: tuple[Setting, Run], batch: str) -> None:
     setting, run = program
     _, inputs = setting.inputs(batch)
@@ -353,5 +362,7 @@ def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("setting", [PLAIN, PLAIN_INT8], ids=["plain", "int8"])
 def test_the_program_with_no_mistake_is_right(setting: Setting) -> None:
     """So that a planted mistake cannot be 'found' because the small program is wrong anyway."""
-    _, inputs = setting.inputs_of((1, 2, 1), (130, 40, 16))
-    assert_right(setting, inputs, *compile_for(setting)(inputs))
+    run = compile_for(setting)
+    batches = [setting.inputs(batch) for batch in sorted(FEW)]
+    for _, inputs in [setting.inputs_of((1, 2, 1), (130, 40, 16)), *batches]:
+        assert_right(setting, inputs, *run(inputs))
