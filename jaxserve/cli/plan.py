@@ -66,8 +66,8 @@ def add_parser(verbs: Subparsers[Parser]) -> None:
         metavar="SCHEME",
         default=defaults.quantization,
         help=_text(
-            "how matrices are stored: none (as --dtype says) or a scheme such as int8_token or "
-            "int4_group128",
+            "how matrices are stored: a scheme such as int8_token or int4_group128; none and, on "
+            "accelerators, auto: as --dtype says",
             defaults.quantization,
         ),
     )
