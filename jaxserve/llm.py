@@ -211,6 +211,7 @@ class LLM:
             skip_special=sampling.skip_special_tokens,
             stop=sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
+            stop_after=sampling.min_tokens,
         )
         return _Answer(request_id, len(prompt_ids), detokenizer)
 

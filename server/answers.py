@@ -42,6 +42,7 @@ class AnswerReader:
             stop=sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
             shown=shown,
+            stop_after=sampling.min_tokens,
         )
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []

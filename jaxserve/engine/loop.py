@@ -34,6 +34,8 @@ class EngineLoop:
         scorer: Scorer | None = None,
     ) -> None:
         self._scorer = scorer
+        if scorer is not None:
+            scorer.on_end = engine.metrics.on_read
         self._engine = engine
         self._link = link
         self._info = info

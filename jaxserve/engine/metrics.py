@@ -14,7 +14,7 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.step_plan import StepPlan
 from jaxserve.engine.tally import TallyHistogram
-from jaxserve.request import FinishReason
+from jaxserve.request import FinishReason, GenerationRequest
 
 _TIME_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -129,6 +129,13 @@ class EngineMetrics:
         self.request_generation.observe(sequence.num_output_tokens)
         if times.first_token:
             self.decode_time.observe(times.last_token - times.first_token)
+
+    def on_read(self, request: GenerationRequest, reason: FinishReason) -> None:
+        """A prompt that was only read has ended."""
+        self.prompt_tokens.inc(len(request.prompt_ids))
+        self.success.labels(model_name=self._model, finished_reason=reason.value).inc()
+        self.end_to_end.observe(max(0.0, time.monotonic() - request.arrival))
+        self.request_prompt.observe(len(request.prompt_ids))
 
     def on_refused(self, reason: str) -> None:
         self.refusals.labels(model_name=self._model, reason=reason).inc()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -58,6 +59,8 @@ class Scorer:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._max_queue_len = max_queue_len
+        #: Is told of every prompt that ended, and how.
+        self.on_end: Callable[[GenerationRequest, FinishReason], None] = _nobody
         self._queue: dict[str, _Job] = {}
         self._free = list(range(1, runner.shapes[0].num_pages))
 
@@ -95,9 +98,13 @@ class Scorer:
 
     def abort(self, request_id: str) -> bool:
         """Forgets a prompt; False if there is none."""
+        return self._leave(request_id, FinishReason.ABORT)
+
+    def _leave(self, request_id: str, reason: FinishReason) -> bool:
         job = self._queue.pop(request_id, None)
         if job is not None:
             self._free += job.pages
+            self.on_end(job.request, reason)
         return job is not None
 
     def step(self) -> list[TokenOutput]:
@@ -168,15 +175,20 @@ class Scorer:
         return [job for job in self._queue.values() if job.pages]
 
     def _end(self, job: _Job, *, error: str | None = None) -> TokenOutput:
-        self.abort(job.request.request_id)
+        reason = FinishReason.STOP if error is None else FinishReason.ERROR
+        self._leave(job.request.request_id, reason)
         return TokenOutput(
             request_id=job.request.request_id,
             token_ids=[],
-            finish_reason=FinishReason.STOP if error is None else FinishReason.ERROR,
+            finish_reason=reason,
             logprobs=job.logprobs if error is None and job.kind == LOGPROBS else None,
             embedding=_pooled(job) if error is None and job.kind == EMBED else None,
             error=error and f"the engine failed while it read this prompt: {error}",
         )
+
+
+def _nobody(request: GenerationRequest, reason: FinishReason) -> None:
+    """Hears of it when nobody else does."""
 
 
 def not_available(kind: str) -> RequestError:

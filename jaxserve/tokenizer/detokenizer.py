@@ -26,6 +26,7 @@ class IncrementalDetokenizer:
     include_stop: show the stop string itself too.
     continues: the ids continue a text that was shown before, so that a leading space stays.
     shown: special tokens that are shown all the same.
+    stop_after: tokens in which no stop string begins, nor ends one.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class IncrementalDetokenizer:
         include_stop: bool = False,
         continues: bool = False,
         shown: frozenset[int] = frozenset(),
+        stop_after: int = 0,
     ) -> None:
         self.stopped: str | None = None
         self._tokenizer = tokenizer
@@ -45,15 +47,24 @@ class IncrementalDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stop) if stop else None
         self._include_stop = include_stop
+        self._stop_after = stop_after if stop else 0
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that may be shown now that `token_ids` have come; ids after a stop are ignored."""
         if self.stopped is not None:
             return ""
+        if not self._stop_after:
+            return self._show(self._decode(token_ids))
+        free, token_ids = token_ids[: self._stop_after], token_ids[self._stop_after :]
+        self._stop_after -= len(free)
+        return self._strip_start(self._decode(free)) + self._show(self._decode(token_ids))
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """The characters that these tokens complete."""
         to_bytes, skipped = self._tokenizer.token_bytes, self._skipped
         data = b"".join(to_bytes(token) for token in token_ids if token not in skipped)
-        return self._show(self._utf8.decode(data))
+        return self._utf8.decode(data)
 
     def finish(self) -> str:
         """What was held back; an incomplete character becomes one U+FFFD. Call once, at the end."""

@@ -43,12 +43,6 @@ def sampling_params(
         skip_special_tokens=_or(body.skip_special_tokens, True),
     )
     sampling.validate()
-    if sampling.min_tokens and sampling.stop:
-        raise RequestError(
-            "min_tokens cannot be combined with stop strings; use stop_token_ids",
-            param="min_tokens",
-            code="unsupported_parameter",
-        )
     return sampling
 
 

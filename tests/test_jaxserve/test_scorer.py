@@ -124,10 +124,13 @@ def test_a_long_prompt_is_not_kept_waiting_by_short_ones(scorer: Scorer) -> None
 
 
 def test_abort(scorer: Scorer, runner: FakeRunner) -> None:
+    ended: list[tuple[str, FinishReason]] = []
+    scorer.on_end = lambda request, reason: ended.append((request.request_id, reason))
     scorer.add(request("a", [1] * 40))
     scorer.step()
     assert scorer.abort("a")
     assert not scorer.abort("a")
+    assert ended == [("a", FinishReason.ABORT)]
     assert not scorer.has_work
     assert len(scorer._free) == runner.shapes[0].num_pages - 1
 

@@ -76,6 +76,11 @@ def test_every_supported_field_arrives(web: Any, client: FakeClient, path: str) 
 
 def test_min_tokens(web: Any, client: FakeClient) -> None:
     assert sampling(web, client, CHAT, min_tokens=2).min_tokens == 2
+    body = {"prompt": "@say:abXabXab@", "max_tokens": 40}
+    for least, text in ((0, "ab"), (2, "ab"), (3, "abXab"), (4, "abXab"), (6, "abXabXab")):
+        for stream in (False, True):
+            fields = {**body, "stop": "X", "min_tokens": least, "stream": stream}
+            assert joined(post(web, COMPLETIONS, fields), stream) == text
 
 
 def test_top_k_beyond_any_vocabulary(web: Any, client: FakeClient) -> None:
@@ -198,7 +203,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"min_tokens": 9}, "min_tokens"),
-    ({"min_tokens": 1, "stop": "a"}, "min_tokens"),
     ({"seed": 2**63}, "seed"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": ["a" * 2000]}, "stop"),
