@@ -40,8 +40,8 @@ from server.responses.routes import responses_blueprint
 from server.services import Services
 from server.storage import Storage
 from server.trace.routes import trace_blueprint
-from server.usage.ledger import EXTENSION as LEDGER
 from server.usage.ledger import Ledger
+from server.usage.meter import EXTENSION as METER
 from server.usage.meter import Meter
 from server.usage.prices import Prices
 from server.usage.routes import usage_blueprint
@@ -106,7 +106,7 @@ def create_app(
     app.before_request(Gate(keys).check)
     app.after_request(_send_request_id)
     app.after_request(services.meter.answered)
-    app.extensions[LEDGER] = services.meter.ledger
+    app.extensions[METER] = services.meter
     for blueprint in (
         chat_blueprint(services),
         completions_blueprint(services),

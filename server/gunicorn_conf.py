@@ -9,7 +9,7 @@ from typing import Any
 from server.children import die_with_parent
 from server.drain import follow_worker
 from server.settings import FrontSettings
-from server.usage.ledger import EXTENSION as LEDGER
+from server.usage.meter import EXTENSION as METER
 
 _settings = FrontSettings.from_environment()
 
@@ -43,7 +43,7 @@ def post_worker_init(worker: Any) -> None:
 def worker_exit(arbiter: Any, worker: Any) -> None:
     """What the worker has measured last is written down."""
     if worker.wsgi is not None:
-        worker.wsgi.extensions[LEDGER].write_last()
+        worker.wsgi.extensions[METER].write_last()
 
 
 def child_exit(arbiter: Any, worker: Any) -> None:

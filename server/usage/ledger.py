@@ -23,7 +23,6 @@ from server.usage.ledger_file import FILE, SCHEMA
 
 logger = logging.getLogger("jaxserve.server")
 
-EXTENSION = "jaxserve.ledger"
 #: Rows that wait for a disk; older ones are lost then.
 MAX_WAITING = 10_000
 _WRITE_SECONDS = 0.2
@@ -109,7 +108,7 @@ class Ledger:
             self._writer = None
 
     def write_last(self) -> None:
-        """For the end of a process, in which nothing else runs any more."""
+        """Writes in this very thread: for the end of a process, in which nothing else runs."""
         self._write()
 
     def _write(self) -> bool:

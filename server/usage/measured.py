@@ -8,9 +8,8 @@ that waits for one answer before it asks again is never counted twice.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flask
 import gevent
@@ -23,8 +22,6 @@ from server.tenant import current_tenant
 from server.trace.timeline import make_trace
 from server.usage.ledger import Ledger, TraceRow, UsageRow
 from server.usage.prices import Prices
-
-logger = logging.getLogger("jaxserve.server")
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,7 +49,12 @@ class Measured:
     """Made in a request's context. Times are seconds of `time.monotonic()`."""
 
     def __init__(
-        self, ledger: Ledger, limits: LimitBook, prices: Prices, admission: Admission | None
+        self,
+        ledger: Ledger,
+        limits: LimitBook,
+        prices: Prices,
+        admission: Admission | None,
+        on_over: Callable[[Measured], None],
     ) -> None:
         self.received: float = flask.g.arrival
         self.began = time.time() - (time.monotonic() - self.received)
@@ -72,6 +74,7 @@ class Measured:
         self._limits = limits
         self._prices = prices
         self._admission = admission
+        self._on_over = on_over
 
     @property
     def engine_done(self) -> bool:
@@ -135,10 +138,18 @@ class Measured:
         """Writes everything down, once. Called where nothing may wait."""
         if not self.finished or not self.engine_done:
             return
+        self._on_over(self)
         if self._admission is not None:
             gevent.spawn(self._settle)
         self._ledger.add(self._row())
         self._ledger.add(TraceRow(self.request_id, self.tenant, self._encode_trace))
+
+    def give_up(self) -> None:
+        """This process ends: nobody will hear more of this request."""
+        for answer in self.answers:
+            answer.reason = answer.reason or "abort"
+        self.finished = self.finished or time.monotonic()
+        self.finish_if_over()
 
     def _settle(self) -> None:
         admission, self._admission = self._admission, None

@@ -19,6 +19,7 @@ from server.usage.ledger import Ledger
 from server.usage.measured import Measured
 from server.usage.prices import Prices
 
+EXTENSION = "jaxserve.meter"
 #: Tokens of an answer that are reckoned with where the request does not bound it.
 EXPECTED_ANSWER = 256
 
@@ -30,6 +31,7 @@ class Meter:
         self.ledger = ledger
         self._limits = limits
         self._prices = prices
+        self._open: set[Measured] = set()
 
     def submit(
         self,
@@ -78,6 +80,12 @@ class Meter:
                 measured.sent()
         return response
 
+    def write_last(self) -> None:
+        """At the end of this process: what is still open is written down as it stands."""
+        for measured in list(self._open):
+            measured.give_up()
+        self.ledger.write_last()
+
     def _measured(
         self,
         requests: Sequence[GenerationRequest],
@@ -95,7 +103,10 @@ class Meter:
                 prompt=prompt, cached=0, generated=generated, device_seconds=0.0
             )
             admission = self._limits.admit(caller.name, caller.tenant, prompt + generated, cost)
-            measured = Measured(self.ledger, self._limits, self._prices, admission)
+            measured = Measured(
+                self.ledger, self._limits, self._prices, admission, self._open.discard
+            )
+            self._open.add(measured)
             flask.g.measured = measured
         return measured
 

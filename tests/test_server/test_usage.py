@@ -13,7 +13,8 @@ from app_alone import make_app, post
 
 from jaxserve.cli.main import main
 from server.usage import ledger
-from server.usage.ledger import EXTENSION, Ledger, UsageRow
+from server.usage.ledger import Ledger, UsageRow
+from server.usage.meter import EXTENSION
 
 CHAT = {"messages": [{"role": "user", "content": "a long question"}], "max_tokens": 4}
 PRICES = {
@@ -173,6 +174,6 @@ def test_without_a_ledger_nothing_is_written(tmp_path: pathlib.Path) -> None:
     app = make_app(folder=tmp_path / "data", usage_ledger=False, trace_requests=0)
     web = app.test_client()
     assert post(web, "/v1/chat/completions", CHAT).status_code == 200
-    app.extensions[EXTENSION].flush()
+    app.extensions[EXTENSION].ledger.flush()
     assert web.get("/v1/usage").status_code == 404
     assert not (tmp_path / "data").exists()
