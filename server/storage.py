@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import pathlib
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -91,7 +92,9 @@ class Storage:
                 return work(self._connection)
 
     def _open(self) -> sqlite3.Connection:
-        self.files.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.files.mkdir(mode=0o700, exist_ok=True)
+        os.close(os.open(self._database, os.O_RDWR | os.O_CREAT, 0o600))  # prompts are in it
         connection = sqlite3.connect(
             self._database,
             timeout=_BUSY_SECONDS,

@@ -364,3 +364,10 @@ def test_a_line_that_breaks_the_worker_fails_alone(app: Any, monkeypatch: Any) -
     assert (batch["status"], batch["request_counts"]["failed"]) == ("completed", 1)
     assert read(web, batch["output_file_id"]).keys() == {"line-1", "line-3"}
     assert read(web, batch["error_file_id"])["line-2"]["error"]["code"] == "server_error"
+
+
+def test_nobody_else_on_the_machine_may_read_what_is_kept(app: Any, tmp_path: pathlib.Path) -> None:
+    upload(app.test_client(), b"private")
+    found = [path for path in tmp_path.iterdir() if path.name.startswith(("jaxserve", "files"))]
+    assert len(found) >= 2
+    assert all(path.stat().st_mode & 0o077 == 0 for path in found)
