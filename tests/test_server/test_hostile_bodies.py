@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai.types.chat.completion_create_params as chat_params
 import openai.types.completion_create_params as completion_params
 import pytest
 from app_alone import make_app, post
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from server.openai.schema import ChatBody, CompletionBody
+from server.anthropic.schema import MessagesBody
+from server.batches.batch_routes import BatchBody
+from server.openai.schema import ChatBody, CompletionBody, EmbeddingsBody
+from server.responses.schema import ResponsesBody
 
 CHAT = "/v1/chat/completions"
 DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -67,3 +73,86 @@ def test_parameters_without_effect_are_refused(web: Any, name: str) -> None:
 def test_a_compressed_body_is_refused_by_name(web: Any) -> None:
     answer = post(web, CHAT, b"\x1f\x8b", **{"Content-Encoding": "gzip"})
     assert (answer.status_code, "gzip" in answer.get_json()["error"]["message"]) == (415, True)
+
+
+STRUCTS: dict[str, Any] = {
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": MessagesBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/responses/input_tokens": ResponsesBody,
+    "/v1/embeddings": EmbeddingsBody,
+    "/v1/batches": BatchBody,
+    CHAT: ChatBody,
+}
+WORDS = st.sampled_from(
+    [
+        "user",
+        "assistant",
+        "text",
+        "tool_use",
+        "tool_result",
+        "function_call",
+        "message",
+        "input_text",
+        "function",
+        "type",
+        "role",
+        "content",
+        "name",
+        "id",
+        "call_id",
+        "arguments",
+        "output",
+        "auto",
+        "json_schema",
+        "format",
+        "schema",
+        "strict",
+        "tools",
+        "mean",
+        "float",
+        "base64",
+        "24h",
+    ]
+)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=4)
+    | WORDS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=5),
+    max_leaves=10,
+)
+TURNS = st.lists(
+    st.fixed_dictionaries(
+        {}, optional={"role": WORDS, "content": JSON, "type": WORDS, "tool_calls": JSON}
+    ),
+    max_size=3,
+)
+START: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "x"}],
+    "max_tokens": 2,
+    "input": "x",
+    "input_file_id": "file-x",
+    "endpoint": CHAT,
+    "completion_window": "24h",
+    "store": False,
+}
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data(), st.sampled_from(sorted(STRUCTS)))
+def test_any_body_is_answered_without_a_5xx(web: Any, data: Any, path: str) -> None:
+    known = STRUCTS[path].__struct_fields__
+    body = {name: value for name, value in START.items() if name in known}
+    fields = st.dictionaries(st.sampled_from(sorted(set(known) - {"store"})), JSON, max_size=3)
+    body |= data.draw(fields)
+    turns = data.draw(st.none() | TURNS)
+    if turns is not None:
+        body |= {name: turns for name in ("messages", "input") if name in known}
+    answer = post(web, path, json.dumps(body).encode())
+    assert answer.status_code < 500, answer.text
+    if answer.status_code >= 400:
+        assert answer.get_json()["error"]["message"]
