@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.config import EngineConfig
+from jaxserve.errors import UsageError
 from jaxserve.speculative.ngram import NgramProposer
 from jaxserve.speculative.speculation import Candidate, Speculation
 
@@ -191,3 +193,12 @@ def test_guesses_go_where_they_are_likeliest():
     assert set(chosen) == {"copies"}
     assert 7 + len(chosen["copies"]) in SIZES or len(chosen["copies"]) == 15
     assert speculation.choose([rows[0]._replace(room=0)], 1) == {}
+
+
+def test_settings():
+    config = EngineConfig(max_num_seqs=4, num_speculative_tokens=7)
+    assert config.max_step_rows == 8
+    assert EngineConfig(max_num_seqs=4, speculative="off").max_step_rows == 4
+    for wrong in ({"speculative": "magic"}, {"num_speculative_tokens": 0}):
+        with pytest.raises(UsageError, match="--.*speculative"):
+            EngineConfig(**wrong).validate()
