@@ -1,7 +1,7 @@
 // Joins the parts of the page: tabs, theme, the state of the server, and the three views.
 import { api } from "./server.js";
 import { startChat } from "./chat.js";
-import { showRequest } from "./waterfall.js";
+import { listRequests, showRequest } from "./waterfall.js";
 import { startEngine, stopEngine } from "./engine.js";
 
 const VIEWS = ["chat", "request", "engine"];
@@ -17,6 +17,7 @@ function choose(view, { focus = false } = {}) {
     byId(`view-${name}`).hidden = !chosen;
     if (chosen && focus) tab.focus();
   }
+  if (view === "request") listRequests(byId("requests"), openRequest);
   if (view === "engine") startEngine();
   else stopEngine();
 }
