@@ -37,6 +37,7 @@ def to_chat(body: PromptBody) -> ChatBody:
         continue_final_message=messages[-1]["role"] == "assistant",
         tools=[_tool(tool, f"tools.{number}") for number, tool in enumerate(body.tools or [])],
         tool_choice=_tool_choice(body.tool_choice),
+        response_format=_response_format(body.output_config),
         parallel_tool_calls=not (body.tool_choice or {}).get("disable_parallel_tool_use", False),
     )
     if isinstance(body, MessagesBody):
@@ -136,6 +137,28 @@ def _merge(messages: list[Json]) -> list[Json]:
         else:
             merged.append(message)
     return merged
+
+
+def _response_format(config: Json | None) -> Any:
+    """The form of the answer, as chat has it; effort cannot be chosen."""
+    given = {name: value for name, value in (config or {}).items() if value is not None}
+    for name in given:
+        if name != "format":
+            raise RequestError(
+                f"output_config.{name[:64]} is not supported by this server; leave it out",
+                param="output_config",
+                code="unsupported_parameter",
+            )
+    form = given.get("format")
+    if form is None:
+        return None
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise RequestError(
+            "output_config.format must have the type json_schema and a schema",
+            param="output_config",
+        )
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}
 
 
 def _tool(tool: Any, where: str) -> Json:

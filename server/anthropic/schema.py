@@ -21,7 +21,7 @@ class PromptBody(Body, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
-    output_config: Any = None
+    output_config: dict[str, Any] | None = None
     speed: Any = None
     thinking: Any = None
     user_profile_id: str | None = None
@@ -51,7 +51,6 @@ class MessagesBody(PromptBody, kw_only=True):
 
 
 PROMPT_REFUSALS: Refusals = {
-    "output_config": (({},), "answers are plain text"),
     "speed": (("standard",), "there is one speed"),
     "thinking": (({"type": "disabled"},), "thinking cannot be switched on"),
     "context_management": ((), "the context is used as it is sent"),

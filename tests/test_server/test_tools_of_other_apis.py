@@ -142,3 +142,17 @@ def test_the_form_of_a_response(web: Any, client: FakeClient) -> None:
     bad = {**fields, "text": {"format": {**form, "schema": {"type": "nothing"}}}}
     answer = post(web, "/v1/responses", bad)
     assert (answer.status_code, answer.get_json()["error"]["param"]) == (400, "text")
+
+
+def test_the_form_of_a_message(web: Any, client: FakeClient) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    fields = messages("{}", output_config={"format": form}, tools=[])
+    assert post(web, "/v1/messages", fields).status_code == 200
+    assert client.requests[-1].grammar is not None
+    for wrong in (
+        {"format": {"type": "text"}},
+        {"format": {**form, "schema": {"type": "nothing"}}},
+        {"effort": "high"},
+    ):
+        answer = post(web, "/v1/messages", {**fields, "output_config": wrong})
+        assert answer.status_code == 400
