@@ -39,6 +39,8 @@ _POLL_SECONDS = 0.5
 _TROUBLE_SECONDS = 5.0
 _SWEEP_SECONDS = 600.0
 _LONGEST_PAUSE = 5.0
+#: Statuses that say nothing about a line: too much at once, no engine, no room on the disk.
+_PASSING = (429, 500, 503, 507)
 #: Attempts at a line whose answer is a failure of the server's.
 _ATTEMPTS = 3
 Json = dict[str, Any]
@@ -142,7 +144,7 @@ class BatchWorker:
         while not self._services.drain.started:
             status, answer = answer_line(self._app, line, tenant)
             attempts += status == 500
-            if status not in (429, 500, 503) or attempts >= _ATTEMPTS:
+            if status not in _PASSING or attempts >= _ATTEMPTS:
                 return answer
             gevent.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

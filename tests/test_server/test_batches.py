@@ -16,6 +16,7 @@ from fake_client import FakeClient
 from openai.types import Batch, FileObject
 from openai.types.batch_create_params import BatchCreateParams
 
+from jaxserve.errors import EngineGoneError
 from server.batches import files, worker
 from server.batches.batch_routes import BatchBody
 from server.batches.files import FileStore
@@ -371,3 +372,23 @@ def test_nobody_else_on_the_machine_may_read_what_is_kept(app: Any, tmp_path: pa
     found = [path for path in tmp_path.iterdir() if path.name.startswith(("jaxserve", "files"))]
     assert len(found) >= 2
     assert all(path.stat().st_mode & 0o077 == 0 for path in found)
+
+
+def test_a_line_waits_for_an_engine_that_is_away(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    client, away = FakeClient(), [3]
+    submit = client.submit
+
+    def sometimes(*arguments: Any) -> Any:
+        if away[0]:
+            away[0] -= 1
+            raise EngineGoneError("the engine died")
+        return submit(*arguments)
+
+    monkeypatch.setattr(client, "submit", sometimes)
+    app = make_app(client, folder=tmp_path)
+    web = app.test_client()
+    batch_id = begin(web, [line(1), line(2)])
+    work(app)
+    counts = web.get(f"/v1/batches/{batch_id}").get_json()["request_counts"]
+    assert counts == {"total": 2, "completed": 2, "failed": 0}
+    assert away == [0]
