@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxserve.request import RequestOutput
+from jaxserve.request import FinishReason, RequestOutput
 from server.answers import AnswerReader
 from server.anthropic.blocks import Blocks, event
 from server.openai.tools_message import MessageStyle
@@ -15,19 +15,29 @@ Json = dict[str, Any]
 
 
 class MessageAnswer:
-    """Writes the answer to one request, which `reader` reads. style: see `Blocks`."""
+    """Writes the answer to one request, which `reader` reads.
 
-    def __init__(self, model: str, reader: AnswerReader, style: MessageStyle | None = None) -> None:
+    max_tokens: what was asked for, perhaps more than there is room for. style: see `Blocks`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        reader: AnswerReader,
+        max_tokens: int,
+        style: MessageStyle | None = None,
+    ) -> None:
         self._model = model
         self._reader = reader
         self._blocks = Blocks(style)
+        self._max_tokens = max_tokens
         self._id = f"msg_{uuid.uuid4().hex}"
 
     def whole(self, answer: RequestOutput) -> Json:
         """The message object, from the complete answer."""
         return {
             **self._message(self._blocks.whole(answer)),
-            **self._blocks.stop(answer),
+            **self._stop(answer),
             "usage": {**self._usage_in(), "output_tokens": self._reader.num_tokens},
         }
 
@@ -41,8 +51,16 @@ class MessageAnswer:
             yield from self._blocks.events(piece)
             if piece.finish_reason is not None:
                 usage = {**self._usage_in(), "output_tokens": self._reader.num_tokens}
-                yield event("message_delta", delta=self._blocks.stop(piece), usage=usage)
+                yield event("message_delta", delta=self._stop(piece), usage=usage)
         yield event("message_stop")
+
+    def _stop(self, piece: RequestOutput) -> Json:
+        if (
+            piece.finish_reason is FinishReason.LENGTH
+            and self._reader.num_tokens < self._max_tokens
+        ):
+            return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
+        return self._blocks.stop(piece)
 
     def _begin(self) -> Iterator[bytes]:
         """Comes with the first piece, since only then it is known what the cache had."""

@@ -6,6 +6,7 @@ differ in what is refused; temperature, top_p and top_k work with either of them
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,6 +14,7 @@ import flask
 import msgspec
 
 from jaxserve.errors import RequestError
+from jaxserve.routing.limits import capacity
 from jaxserve.routing.requests import Ask
 from server import sse
 from server.anthropic.answer import MessageAnswer
@@ -51,7 +53,7 @@ def messages_blueprint(services: Services) -> flask.Blueprint:
         model = services.check_model(body.model)
         ask, style = _ask(services, body)
         generation = Generation(services, ask)
-        answer = MessageAnswer(model, generation.readers[0], style)
+        answer = MessageAnswer(model, generation.readers[0], body.max_tokens, style)
         if body.stream:
             failed = functools.partial(_error_event, request_id=flask.g.request_id)
             return generation.stream(answer.events(generation.pieces()), done=b"", failed=failed)
@@ -75,17 +77,33 @@ def _ask(
 ) -> tuple[Ask, MessageStyle | None]:
     """What is asked, and how the answer is to be read."""
     chat = to_chat(body)
-    ask = chat_ask(
-        chat,
-        services.tokenizer,
-        services.prompts,
-        services.config,
-        request_id=flask.g.request_id,
-        arrival=flask.g.arrival,
-        reads_calls=True,
+    ask = _within_context(
+        services,
+        chat_ask(
+            chat,
+            services.tokenizer,
+            services.prompts,
+            services.config,
+            request_id=flask.g.request_id,
+            arrival=flask.g.arrival,
+            reads_calls=True,
+        ),
     )
     template, prompt_ids = services.prompts.template, ask.prompts[0]
     return ask, message_style(chat, services.tokenizer, template, services.config, prompt_ids)
+
+
+def _within_context(services: Services, ask: Ask) -> Ask:
+    """Anthropic's clients ask for more tokens than there is room for: the context's end is the limit.
+
+    The answer says so then, with the stop_reason model_context_window_exceeded.
+    """
+    _, info = services.engine()
+    room = capacity(info) - len(ask.prompts[0])
+    wanted = ask.sampling.max_tokens
+    if wanted is None or wanted <= room:
+        return ask
+    return dataclasses.replace(ask, sampling=dataclasses.replace(ask.sampling, max_tokens=None))
 
 
 def _check_version() -> None:

@@ -68,6 +68,16 @@ def test_a_cut_answer_says_so(web: Any) -> None:
     assert post(web, PATH, {**HI, "max_tokens": 2}).get_json()["stop_reason"] == "max_tokens"
 
 
+def test_more_tokens_than_there_is_room_for(web: Any) -> None:
+    endless = {"max_tokens": 10**6, "messages": [{"role": "user", "content": "go on"}]}
+    body = post(web, PATH, endless).get_json()
+    assert body["stop_reason"] == "model_context_window_exceeded"
+    assert body["usage"]["input_tokens"] + body["usage"]["output_tokens"] == 600
+    found = events(post(web, PATH, {**endless, "stream": True}))
+    assert found[-2][1]["delta"]["stop_reason"] == "model_context_window_exceeded"
+    assert post(web, PATH, {**HI, "max_tokens": 10**6}).get_json()["stop_reason"] == "end_turn"
+
+
 def test_turns(web: Any, client: FakeClient) -> None:
     """Blocks, neighbours of one role, thinking of earlier turns, and a begun answer."""
     text = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
@@ -114,7 +124,7 @@ def test_every_parameter_of_the_official_client_is_known() -> None:
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 700}]}, "tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
