@@ -35,6 +35,8 @@ from jaxserve.messages import (
     Hello,
     MetricsReply,
     MetricsRequest,
+    Orphan,
+    Orphans,
     Output,
     StepOutputs,
     Submit,
@@ -191,6 +193,8 @@ class EngineClient:
         self._num_heard = 0
         self._dead_after = dead_after
         self._submissions: dict[int, Submission] = {}
+        #: Told of the requests that another worker left behind when it died.
+        self.on_orphans: Callable[[Sequence[Orphan]], None] | None = None
         self._listeners: dict[int, tuple[int, EndListener]] = {}
         self._metrics: dict[int, AsyncResult] = {}
         self._rids = itertools.count(1)
@@ -315,6 +319,9 @@ class EngineClient:
             elif isinstance(message, MetricsReply):
                 if message.rid in self._metrics:
                     self._metrics[message.rid].set(message.text)
+            elif isinstance(message, Orphans):
+                if self.on_orphans is not None:
+                    self.on_orphans(message.orphans)
             else:
                 self._heard(message)
 

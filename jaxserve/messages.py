@@ -76,6 +76,21 @@ class StepOutputs(msgspec.Struct, tag="step", array_like=True, frozen=True):
     outputs: list[Output]
 
 
+class Orphan(msgspec.Struct, array_like=True, frozen=True):
+    """A request that was ended since its worker is gone. facts: None for one that was only read."""
+
+    tenant: str
+    request_id: str
+    num_prompt_tokens: int
+    facts: RequestFacts | None
+
+
+class Orphans(msgspec.Struct, tag="orphans", array_like=True, frozen=True):
+    """Engine to a worker that is there: what another one left behind, to be written down."""
+
+    orphans: list[Orphan]
+
+
 class MetricsReply(msgspec.Struct, tag="metrics_reply", array_like=True, frozen=True):
     """Engine to worker: Prometheus exposition text."""
 
@@ -112,7 +127,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
 
 
 FromWorker = Hello | Submit | Abort | MetricsRequest | Goodbye
-FromEngine = StepOutputs | MetricsReply | Beat
+FromEngine = StepOutputs | MetricsReply | Beat | Orphans
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

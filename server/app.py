@@ -17,7 +17,6 @@ from jaxserve.tokenizer.protocol import Tokenizer
 from server import errors
 from server.access.gate import Gate
 from server.access.keyring import KeyRing
-from server.access.limits import LimitBook
 from server.anthropic.routes import messages_blueprint
 from server.batches.batch_routes import batches_blueprint
 from server.batches.batches import BatchStore
@@ -40,10 +39,8 @@ from server.responses.routes import responses_blueprint
 from server.services import Services
 from server.storage import Storage
 from server.trace.routes import trace_blueprint
-from server.usage.ledger import Ledger
 from server.usage.meter import EXTENSION as METER
-from server.usage.meter import Meter
-from server.usage.prices import Prices
+from server.usage.meter import make_meter
 from server.usage.routes import usage_blueprint
 from server.web.routes import web_blueprint
 
@@ -86,12 +83,8 @@ def create_app(
         started=int(time.time()),
         drain=drain,
         storage=Storage(server.data_folder),
-        meter=Meter(
-            Ledger(
-                server.data_folder, rows=server.usage_ledger, traces=server.trace_requests
-            ),
-            LimitBook(server.data_folder),
-            Prices.of(server),
+        meter=make_meter(
+            server, lambda: client.info.model_name if client.info else engine.model_name
         ),
     )
     files = FileStore(services.storage, server.max_data_bytes)
@@ -107,6 +100,7 @@ def create_app(
     app.after_request(_send_request_id)
     app.after_request(services.meter.answered)
     app.extensions[METER] = services.meter
+    client.on_orphans = services.meter.adopt
     for blueprint in (
         chat_blueprint(services),
         completions_blueprint(services),

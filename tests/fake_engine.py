@@ -34,6 +34,8 @@ from jaxserve.messages import (
     Goodbye,
     MetricsReply,
     MetricsRequest,
+    Orphan,
+    Orphans,
     Output,
     StepOutputs,
     Submit,
@@ -181,6 +183,7 @@ class FakeEngine:
         self.pages: set[int] = set()
         self.finished: collections.Counter[str] = collections.Counter()
         self.tokens: collections.Counter[str] = collections.Counter()
+        self.orphans: list[Orphan] = []
         self.log = open(args.log, "a", buffering=1) if args.log else None  # noqa: SIM115
         self.note("start")
 
@@ -197,7 +200,10 @@ class FakeEngine:
     def forget(self, worker: bytes) -> None:
         self.workers.pop(worker, None)
         for key in [key for key in (*self.waiting, *self.running) if key[0] == worker]:
-            self.abort(key, "abort")
+            request = (self.waiting.get(key) or self.running[key]).request
+            facts = self.abort(key, "abort")
+            length = len(request.prompt_ids)
+            self.orphans.append(Orphan(request.tenant, request.request_id, length, facts))
 
     def end(self, worker: bytes, rid: int, reason: str) -> None:
         facts = self.abort((worker, rid), reason)
@@ -273,6 +279,9 @@ class FakeEngine:
             self.workers[worker] = time.monotonic()
             if isinstance(message, Submit):
                 self.submit(worker, message)
+                if self.orphans:
+                    orphans, self.orphans = self.orphans, []
+                    self.send(worker, Orphans(orphans))
             elif isinstance(message, Abort):
                 for rid in message.rids:
                     self.end(worker, rid, message.reason)

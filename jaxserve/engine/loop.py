@@ -15,11 +15,13 @@ from jaxserve.engine.link import Compiled, EngineLink, Received, WorkerGone
 from jaxserve.engine.score_programs import EMBED, LOGPROBS
 from jaxserve.engine.scorer import Scorer, not_available
 from jaxserve.errors import EngineError, RefusedError, RequestError
-from jaxserve.request import FinishReason, GenerationRequest, RequestFacts, Score, TokenOutput
+from jaxserve.request import FinishReason, GenerationRequest, Score, TokenOutput
 
 logger = logging.getLogger("jaxserve.engine")
 
 _IDLE_SECONDS = 0.5
+#: Requests of workers that are gone, kept until another one is there to write them down.
+_MAX_ORPHANS = 10_000
 
 
 class EngineLoop:
@@ -39,7 +41,8 @@ class EngineLoop:
         self._engine = engine
         self._link = link
         self._info = info
-        self._owner: dict[str, tuple[bytes, int]] = {}
+        self._owner: dict[str, tuple[bytes, int, GenerationRequest]] = {}
+        self._orphans: list[messages.Orphan] = []
         self._of_worker: dict[bytes, set[str]] = {}
         self._stop = stop
         self._compiler = GrammarCompiler(engine.grammars, link.inbox)
@@ -95,7 +98,10 @@ class EngineLoop:
         elif isinstance(message, WorkerGone):
             self._compiler.drop(worker)
             for key in list(self._of_worker.get(worker, ())):
-                self._abort(key, FinishReason.ABORT)
+                self._orphans += self._abort(key, FinishReason.ABORT)
+            del self._orphans[:-_MAX_ORPHANS]
+            return
+        self._hand_over(worker)
 
     def _submit(self, worker: bytes, message: messages.Submit) -> None:
         answer = messages.Output(message.rid, [])  # the acknowledgement
@@ -114,7 +120,7 @@ class EngineLoop:
                     message.rid, error, error.status, refused=error.code or "", param=error.param
                 )
             else:
-                self._owner[key] = (worker, message.rid)
+                self._owner[key] = (worker, message.rid, message.request)
                 self._of_worker.setdefault(worker, set()).add(key)
         self._link.send(worker, messages.StepOutputs([answer]))
 
@@ -128,22 +134,31 @@ class EngineLoop:
 
     def _end(self, worker: bytes, rid: int, reason: FinishReason) -> None:
         """Ends a request whose worker no longer wants it, and tells what it cost."""
-        facts = self._abort(_key(worker, rid), reason)
+        ended = self._abort(_key(worker, rid), reason)
+        facts = ended[0].facts if ended else None
         answer = messages.Output(rid, [], reason, facts=facts)
         self._link.send(worker, messages.StepOutputs([answer]))
 
-    def _abort(self, key: str, reason: FinishReason) -> RequestFacts | None:
-        if self._scorer is not None and self._scorer.abort(key):
-            self._forget(key)
-            return None
-        output = self._engine.abort(key, reason)
-        if output is None:
-            return None
+    def _abort(self, key: str, reason: FinishReason) -> list[messages.Orphan]:
+        """Ends a request. What it was and took; nothing if it is not, or no longer, ours."""
+        read = self._scorer is not None and self._scorer.abort(key)
+        output = None if read else self._engine.abort(key, reason)
+        if not read and output is None:
+            return []
+        request = self._owner[key][2]
         self._forget(key)
-        return output.facts
+        facts = None if output is None else output.facts
+        length = len(request.prompt_ids)
+        return [messages.Orphan(request.tenant, request.request_id, length, facts)]
+
+    def _hand_over(self, worker: bytes) -> None:
+        """Tells a worker that has just been heard of what others left behind."""
+        if self._orphans:
+            self._link.send(worker, messages.Orphans(self._orphans))
+            self._orphans = []
 
     def _forget(self, key: str) -> tuple[bytes, int]:
-        worker, rid = self._owner.pop(key)
+        worker, rid, _ = self._owner.pop(key)
         keys = self._of_worker[worker]
         keys.discard(key)
         if not keys:
@@ -156,7 +171,7 @@ class EngineLoop:
         for output in outputs:
             key = output.request_id
             final = output.finish_reason is not None
-            worker, rid = self._forget(key) if final else self._owner[key]
+            worker, rid = self._forget(key) if final else self._owner[key][:2]
             by_worker.setdefault(worker, []).append(
                 messages.Output(
                     rid,

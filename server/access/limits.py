@@ -23,6 +23,7 @@ from gevent.threadpool import ThreadPool
 
 from jaxserve.errors import LimitError
 from server.access.keyfile import LIMITS, Tenant
+from server.database import open_shared
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -216,19 +217,15 @@ class LimitBook:
         if self._alone_until and not alone:
             self._close()
             self._alone_until = 0.0
-        if self._connection is None:
-            if not alone:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._hold_lock()
+        if self._connection is None and alone:
             self._connection = sqlite3.connect(
-                ":memory:" if alone else self._folder / "limits.sqlite",
-                timeout=_BUSY_SECONDS,
-                isolation_level=None,
-                check_same_thread=False,
+                ":memory:", isolation_level=None, check_same_thread=False
             )
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.executescript(_SCHEMA)
+        elif self._connection is None:
+            path = self._folder / "limits.sqlite"
+            self._connection = open_shared(path, _SCHEMA, busy_seconds=_BUSY_SECONDS)
+            self._hold_lock()
         return self._connection
 
     def _hold_lock(self) -> None:

@@ -19,6 +19,7 @@ from typing import TypeVar
 import gevent
 from gevent.threadpool import ThreadPool
 
+from server.database import open_shared
 from server.usage.ledger_file import FILE, SCHEMA
 
 logger = logging.getLogger("jaxserve.server")
@@ -154,17 +155,8 @@ class Ledger:
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            connection = sqlite3.connect(
-                self._folder / FILE,
-                timeout=_BUSY_SECONDS,
-                isolation_level=None,
-                check_same_thread=False,
-            )
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            connection.executescript(SCHEMA)
-            self._connection = connection
+            path = self._folder / FILE
+            self._connection = open_shared(path, SCHEMA, busy_seconds=_BUSY_SECONDS)
         return self._connection
 
     def _close(self) -> None:

@@ -6,16 +6,19 @@ Beside steps 3 to 9. The one way from a route to `EngineClient.submit`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import flask
 
 from jaxserve.client import EngineClient, Submission
+from jaxserve.config import ServerConfig
 from jaxserve.errors import RequestError
+from jaxserve.messages import Orphan
 from jaxserve.request import GenerationRequest
 from server.access.gate import current_caller
 from server.access.limits import LimitBook
-from server.usage.ledger import Ledger
+from server.usage.ledger import Ledger, UsageRow
 from server.usage.measured import Measured
 from server.usage.prices import Prices
 
@@ -27,10 +30,17 @@ EXPECTED_ANSWER = 256
 class Meter:
     """One per worker."""
 
-    def __init__(self, ledger: Ledger, limits: LimitBook, prices: Prices) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        limits: LimitBook,
+        prices: Prices,
+        model_name: Callable[[], str],
+    ) -> None:
         self.ledger = ledger
         self._limits = limits
         self._prices = prices
+        self._model_name = model_name
         self._open: set[Measured] = set()
 
     def submit(
@@ -50,7 +60,6 @@ class Meter:
         if caller.name and not caller.tenant.admin and any(each.priority < 0 for each in requests):
             raise RequestError("priority below 0 needs an admin's key", param="priority")
         measured = self._measured(requests, answers_per_prompt, max_tokens)
-        measured.model = "" if client.info is None else client.info.model_name
         asked = [
             dataclasses.replace(
                 request,
@@ -80,6 +89,39 @@ class Meter:
                 measured.sent()
         return response
 
+    def adopt(self, orphans: Sequence[Orphan]) -> None:
+        """Writes down what a worker that died left open; a row for each answer."""
+        now = time.time()
+        for orphan in orphans:
+            facts = orphan.facts
+            generated = 0 if facts is None else facts.num_generated_tokens
+            cached = 0 if facts is None else facts.num_cached_tokens
+            seconds = 0.0 if facts is None else facts.device_seconds
+            price = self._prices.cost(
+                prompt=orphan.num_prompt_tokens,
+                cached=cached,
+                generated=generated,
+                device_seconds=seconds,
+            )
+            self.ledger.add(
+                UsageRow(
+                    ended=now,
+                    day=time.strftime("%Y-%m-%d", time.gmtime(now)),
+                    request_id=orphan.request_id.rpartition("-")[0],
+                    tenant=orphan.tenant,
+                    model=self._model_name(),
+                    route="",
+                    answers=1,
+                    prompt_tokens=orphan.num_prompt_tokens,
+                    cached_tokens=cached,
+                    generated_tokens=generated,
+                    queue_seconds=0.0 if facts is None else facts.queue_seconds,
+                    device_seconds=seconds,
+                    finish_reason="abort",
+                    price=price,
+                )
+            )
+
     def write_last(self) -> None:
         """At the end of this process: what is still open is written down as it stands."""
         for measured in list(self._open):
@@ -106,6 +148,7 @@ class Meter:
             measured = Measured(
                 self.ledger, self._limits, self._prices, admission, self._open.discard
             )
+            measured.model = self._model_name()
             self._open.add(measured)
             flask.g.measured = measured
         return measured
@@ -115,3 +158,14 @@ def current_measured() -> Measured:
     """What is noted of the current HTTP request, which has asked the engine."""
     measured: Measured = flask.g.measured
     return measured
+
+
+def make_meter(config: ServerConfig, model_name: Callable[[], str]) -> Meter:
+    """A worker's, with what it keeps in the server's data folder."""
+    folder = config.data_folder
+    return Meter(
+        Ledger(folder, rows=config.usage_ledger, traces=config.trace_requests),
+        LimitBook(folder),
+        Prices.of(config),
+        model_name,
+    )
