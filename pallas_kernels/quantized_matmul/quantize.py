@@ -22,13 +22,16 @@ from pallas_kernels.quantized_matmul.scheme import INT4_ZERO, LARGEST, Quantized
 #: A row or group whose largest magnitude is below this counts as zeros: 127 / x stays finite.
 SMALLEST = 1e-30
 NIBBLE_LARGEST = 15.0
+#: Largest magnitude of the numbers in symmetric blocks of 5 bits, twice that in blocks of 4.
+BLOCK_LARGEST = 16.0
 
 
 def quantize(weight: ArrayLike, scheme: Scheme) -> QuantizedWeight:
     """A float weight [N, K] in a scheme's natural layout.
 
-    int8 and fp8: scale = max |w| * (1 / 127) (1 / 448) over the group. int4: the number of largest
-    magnitude becomes -8; with zero points the range from the smallest to the largest, stretched
+    int8 and fp8: scale = max |w| * (1 / 127) (1 / 448) over the group; for int8 max |w| * (1 / 16)
+    where the rounded group is nearer to the given one: so it holds what stood in symmetric blocks
+    of 4 or 5 bits (Q4_0, Q5_0) exactly. int4: the number of largest magnitude becomes -8; with zero points the range from the smallest to the largest, stretched
     to hold 0, becomes 0 to 15. Scales and zero points are rounded to the scheme's scale_dtype
     first, and values chosen for the rounded ones. A group of zeros has scale 0.
     Raises KernelError for NaN and infinity, for scales that their dtype cannot hold, and where
@@ -123,12 +126,12 @@ def _quantize(weight: jax.Array, scheme: Scheme) -> tuple[QuantizedWeight, jax.A
     groups = weight.astype(jnp.float32).reshape(rows, scheme.num_groups(columns), -1)
     dtype = jnp.dtype(scheme.scale_dtype)
     zeros = None
-    if scheme.values != "int4":
+    if scheme.values == "int8":
+        scales, values = _nearest_int8(groups, dtype)
+    elif scheme.values != "int4":
         top = LARGEST[scheme.values]
         scales = (jnp.max(jnp.abs(groups), -1) * _reciprocal(top)).astype(dtype)
         values = jnp.clip(groups * _inverse(scales), -top, top)
-        if scheme.values == "int8":
-            values = jnp.round(values)
     elif scheme.zeros:
         low = jnp.minimum(groups.min(-1), 0.0)
         high = jnp.maximum(groups.max(-1), 0.0)
@@ -147,6 +150,23 @@ def _quantize(weight: jax.Array, scheme: Scheme) -> tuple[QuantizedWeight, jax.A
         values = nibbles[..., 0] | (nibbles[..., 1] << 4)
     is_finite = jnp.isfinite(groups).all() & jnp.isfinite(scales).all()
     return QuantizedWeight(values.astype(scheme.values_dtype), scales, zeros), is_finite
+
+
+def _nearest_int8(groups: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Scales [..., G] and whole values [..., G, g] of float32 groups [..., G, g]; see `quantize`."""
+    largest = jnp.max(jnp.abs(groups), -1)
+    found = []
+    for top in (LARGEST["int8"], BLOCK_LARGEST):
+        scales = (largest * _reciprocal(top)).astype(dtype)
+        values = jnp.round(jnp.clip(groups * _inverse(scales), -LARGEST["int8"], LARGEST["int8"]))
+        error = jnp.square(values * scales.astype(jnp.float32)[..., None] - groups).sum(-1)
+        found.append((scales, values, error))
+    (scales, values, error), (coarse_scales, coarse_values, coarse_error) = found
+    better = coarse_error < error
+    return (
+        jnp.where(better, coarse_scales, scales),
+        jnp.where(better[..., None], coarse_values, values),
+    )
 
 
 def _inverse(scales: jax.Array) -> jax.Array:
