@@ -77,11 +77,17 @@ def error_response(error: Exception) -> flask.Response:
     if isinstance(error, LimitError):
         response.headers.update(error.headers)
     if status == 401:
-        response.headers["WWW-Authenticate"] = "Bearer"
+        response.headers["WWW-Authenticate"] = _challenge()
     valid_methods = getattr(error, "valid_methods", None)
     if valid_methods:
         response.headers["Allow"] = ", ".join(sorted(valid_methods))
     return response
+
+
+def _challenge() -> str:
+    """How to send a key. A browser that opens the page is asked to ask for it: the password is the key."""
+    opens = flask.request.path == "/" and "text/html" in flask.request.headers.get("Accept", "")
+    return 'Basic realm="API key as password", charset="UTF-8"' if opens else "Bearer"
 
 
 def install(app: flask.Flask) -> None:

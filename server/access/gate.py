@@ -82,5 +82,9 @@ def check_admin(what: str) -> None:
 
 
 def _bearer() -> str:
+    """The key of the Authorization header: a bearer's, or a browser's, where it is the password."""
     scheme, _, key = flask.request.headers.get("Authorization", "").strip().partition(" ")
+    basic = flask.request.authorization
+    if scheme.lower() == "basic" and basic is not None:
+        return basic.password or ""
     return key.strip() if scheme.lower() == "bearer" else ""

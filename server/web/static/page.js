@@ -75,5 +75,6 @@ byId("find").addEventListener("submit", (event) => {
   if (id) openRequest(id);
 });
 byId("key").addEventListener("change", checkServer);
+byId("options").addEventListener("submit", (event) => event.preventDefault());
 checkServer();
 setInterval(checkServer, CHECK_MS);
