@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
+import types
 from typing import Any
 
 import numpy as np
 import pytest
+from counting_engine import make_engine
+from counting_engine import request as counting_request
 
+from jaxserve import messages
+from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.score_programs import EMBED, LOGPROBS, ScoreShape
 from jaxserve.engine.scorer import Scorer
 from jaxserve.errors import PromptTooLongError, RefusedError, RequestError
@@ -162,3 +169,65 @@ def test_refusals(scorer: Scorer, runner: FakeRunner) -> None:
     runner.kinds = (LOGPROBS,)
     with pytest.raises(RequestError, match="--embeddings"):
         scorer.add(request("b", [1]))
+
+
+class Link:
+    """Keeps what is sent to workers, as it arrives there."""
+
+    epoch = "now"
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.sent: list[Any] = []
+        self.status = types.SimpleNamespace(last_turn=0.0)
+
+    def send(self, worker: bytes, message: Any) -> None:
+        decoded = messages.decode_from_engine(messages.encode(message))
+        assert isinstance(decoded, messages.StepOutputs)
+        self.sent += decoded.outputs
+
+
+def serve(scorer: Scorer | None, *asked: Any) -> tuple[list[Any], str]:
+    """What the loop answers to these messages, and its metrics."""
+    engine, _ = make_engine()
+    link, stop = Link(), threading.Event()
+    info = messages.EngineInfo("m", VOCAB, LONGEST, 20, PAGE, 64)
+    loop = EngineLoop(engine, link, info, stop, scorer)  # type: ignore[arg-type]
+    for message in asked:
+        link.inbox.put((b"worker", message))
+    loop._take_messages()
+    timer = threading.Timer(0.2, stop.set)
+    timer.start()
+    loop.run()
+    return link.sent, engine.metrics.text(engine.scheduler)
+
+
+def test_the_loop_reads_prompts_beside_its_answers(scorer: Scorer) -> None:
+    prompt = [3, 1, 2]
+    sent, metrics = serve(
+        scorer,
+        messages.Submit(1, "now", request("a", prompt, Score.MEAN)),
+        messages.Submit(2, "now", counting_request("b", [1, 2], max_tokens=2)),
+        messages.Submit(3, "now", request("c", prompt, Score.LOGPROBS)),
+        messages.Submit(4, "now", request("d", prompt)),
+        messages.Abort([4]),
+    )
+    final = {output.rid: output for output in sent if output.finish_reason is not None}
+    assert np.frombuffer(final[1].embedding, np.float32) == pytest.approx([2.0, 1.0])
+    assert len([token for output in sent if output.rid == 2 for token in output.token_ids]) == 2
+    assert [item.logprob for item in final[3].logprobs] == [-1.0, -2.0]
+    assert not scorer.has_work
+    name = 'vllm:request_success_total{finished_reason="abort",model_name='
+    ended = [line.split()[-1] for line in metrics.splitlines() if line.startswith(name)]
+    assert ended == ["1.0"]
+
+
+def test_an_engine_that_was_not_started_for_it_names_the_flag() -> None:
+    sent, _ = serve(
+        None,
+        messages.Submit(1, "now", request("a", [1])),
+        messages.Submit(2, "now", request("a", [1], Score.LOGPROBS)),
+    )
+    embed, logprobs = sent
+    assert (embed.status, "--embeddings" in embed.error) == (400, True)
+    assert (logprobs.status, logprobs.param) == (400, "prompt_logprobs")
