@@ -215,7 +215,7 @@ class ServerConfig:
     api_keys: file of keys, None for a server that everybody may ask.
     usage_ledger: whether every request leaves a row in data_dir; trace_requests: how many of the
     last requests can be looked at step by step. Prices are in any currency; that of cached tokens is
-    that of other prompt tokens if it is None.
+    that of other prompt tokens if it is None. otlp_endpoint: URL of an OpenTelemetry collector.
     """
 
     host: str = "127.0.0.1"
@@ -233,6 +233,7 @@ class ServerConfig:
     api_keys: str | None = None
     usage_ledger: bool = True
     trace_requests: int = 1000
+    otlp_endpoint: str | None = None
     price_per_device_hour: float = 0.0
     price_per_million_prompt_tokens: float = 0.0
     price_per_million_cached_tokens: float | None = None
@@ -275,6 +276,12 @@ class ServerConfig:
             if value is not None and not low <= value <= high:
                 limit = f"at least {low}" if high == math.inf else f"{low} to {high}"
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be {limit}")
+        endpoint = self.otlp_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise UsageError(
+                f"--otlp-endpoint is {endpoint!r}; it must be an http or https URL, such as "
+                "http://127.0.0.1:4318/v1/traces"
+            )
         if self.log_level not in LOG_LEVELS:
             raise UsageError(
                 f"--log-level is {self.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}"

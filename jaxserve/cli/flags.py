@@ -81,6 +81,8 @@ SERVER_HELP: Mapping[str, str] = {
     "answered without a key then",
     "usage_ledger": "keep a row for every request in --data-dir, for /v1/usage and `jaxserve usage`",
     "trace_requests": "how many of the last requests can be looked at step by step; 0 for none",
+    "otlp_endpoint": "send every request's spans to this URL of an OpenTelemetry collector, as OTLP "
+    "over HTTP, such as http://127.0.0.1:4318/v1/traces",
     "price_per_device_hour": "price of an hour of the device's time, which requests share",
     "price_per_million_prompt_tokens": "price of a million tokens of prompts",
     "price_per_million_cached_tokens": "price of a million of those that were in the prefix cache; "

@@ -22,6 +22,7 @@ def make_trace(measured: Measured) -> Json:
     return {
         "id": measured.request_id,
         "object": "request.trace",
+        "trace_id": measured.context.trace_id,
         "tenant": measured.tenant,
         "model": measured.model,
         "route": measured.route,

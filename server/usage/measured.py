@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flask
 import gevent
@@ -19,6 +20,7 @@ from jaxserve.messages import Output
 from jaxserve.request import RequestFacts
 from server.access.limits import Admission, LimitBook
 from server.tenant import current_tenant
+from server.trace.otlp import read_traceparent
 from server.trace.timeline import make_trace
 from server.usage.ledger import Ledger, TraceRow, UsageRow
 from server.usage.prices import Prices
@@ -62,6 +64,7 @@ class Measured:
         self.tenant = current_tenant()
         self.model = ""
         self.route = f"{flask.request.method} {flask.request.path}"
+        self.context = read_traceparent(flask.request.headers.get("traceparent", ""))
         self.marks: list[tuple[str, float]] = flask.g.marks
         self.admitted = time.monotonic()
         self.answers: list[Answer] = []
@@ -157,8 +160,12 @@ class Measured:
             tokens = sum(answer.prompt_tokens + answer.generated for answer in self.answers)
             self._limits.settle(admission, tokens, self.cost)
 
+    def trace(self) -> dict[str, Any]:
+        """Every step with its time, once it is over."""
+        return make_trace(self)
+
     def _encode_trace(self) -> bytes:
-        return msgspec.json.encode(make_trace(self))
+        return msgspec.json.encode(self.trace())
 
     def _row(self) -> UsageRow:
         facts = [answer.facts for answer in self.answers if answer.facts is not None]

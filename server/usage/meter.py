@@ -18,6 +18,7 @@ from jaxserve.messages import Orphan
 from jaxserve.request import GenerationRequest
 from server.access.gate import current_caller
 from server.access.limits import LimitBook
+from server.trace.otlp import OtlpExporter
 from server.usage.ledger import Ledger, UsageRow
 from server.usage.measured import Measured
 from server.usage.prices import Prices
@@ -36,8 +37,10 @@ class Meter:
         limits: LimitBook,
         prices: Prices,
         model_name: Callable[[], str],
+        exporter: OtlpExporter | None = None,
     ) -> None:
         self.ledger = ledger
+        self.exporter = exporter
         self._limits = limits
         self._prices = prices
         self._model_name = model_name
@@ -65,7 +68,7 @@ class Meter:
                 request,
                 tenant=caller.name,
                 weight=caller.tenant.weight,
-                trace=self.ledger.max_traces > 0,
+                trace=self.ledger.max_traces > 0 or self.exporter is not None,
             )
             for request in requests
         ]
@@ -128,6 +131,11 @@ class Meter:
             measured.give_up()
         self.ledger.write_last()
 
+    def _over(self, measured: Measured) -> None:
+        self._open.discard(measured)
+        if self.exporter is not None:
+            self.exporter.add(measured.trace, measured.context)
+
     def _measured(
         self,
         requests: Sequence[GenerationRequest],
@@ -145,9 +153,7 @@ class Meter:
                 prompt=prompt, cached=0, generated=generated, device_seconds=0.0
             )
             admission = self._limits.admit(caller.name, caller.tenant, prompt + generated, cost)
-            measured = Measured(
-                self.ledger, self._limits, self._prices, admission, self._open.discard
-            )
+            measured = Measured(self.ledger, self._limits, self._prices, admission, self._over)
             measured.model = self._model_name()
             self._open.add(measured)
             flask.g.measured = measured
@@ -168,4 +174,5 @@ def make_meter(config: ServerConfig, model_name: Callable[[], str]) -> Meter:
         LimitBook(folder),
         Prices.of(config),
         model_name,
+        None if config.otlp_endpoint is None else OtlpExporter(config.otlp_endpoint),
     )
