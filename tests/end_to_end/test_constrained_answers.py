@@ -42,7 +42,12 @@ GRAMMAR = grammars.schema_grammar(SCHEMA, "response_format")
 def built(request: Any, tmp_path_factory: Any) -> tuple[Engine, Tokenizer]:
     """An engine and its tokeniser: random weights and bytes, or the checkpoint that ships with us."""
     config = EngineConfig(
-        model="small", max_num_seqs=8, max_num_batched_tokens=8, max_model_len=512, page_size=16
+        model="small",
+        quantization="none",
+        max_num_seqs=8,
+        max_num_batched_tokens=8,
+        max_model_len=512,
+        page_size=16,
     )
     if request.param == "small":
         files = read_tokenizer_files(resolve_model("small", cache_folder()))
@@ -84,9 +89,12 @@ def run(engine: Engine, requests: list[GenerationRequest]) -> dict[str, list[Tok
     return outputs
 
 
+def ids_of(pieces: list[TokenOutput]) -> list[int]:
+    return [token for piece in pieces for token in piece.token_ids]
+
+
 def text_of(tokenizer: Tokenizer, pieces: list[TokenOutput]) -> str:
-    ids = [token for piece in pieces for token in piece.token_ids]
-    return tokenizer.decode([token for token in ids if token not in tokenizer.eos_ids])
+    return tokenizer.decode([token for token in ids_of(pieces) if token not in tokenizer.eos_ids])
 
 
 def valid(text: str) -> bool:
@@ -123,8 +131,8 @@ def test_fifty_samples_are_valid_beside_free_answers(engine: Engine, tokenizer: 
         texts.add(text)
     assert len(texts) > 10, "random answers differ"
     for item in free:
-        together = text_of(tokenizer, outputs[item.request_id])
-        assert together == text_of(tokenizer, alone[item.request_id]), "company changes nothing"
+        together, before = outputs[item.request_id], alone[item.request_id]
+        assert ids_of(together) == ids_of(before), "company changes nothing"
 
 
 def test_the_same_answer_without_overlap(engine: Engine, tokenizer: Tokenizer) -> None:
@@ -163,7 +171,6 @@ def test_without_the_mask_the_answers_are_caught(
     for pieces in run(engine, bound).values():
         assert pieces[-1].finish_reason is FinishReason.ERROR
         assert "grammar" in (pieces[-1].error or "")
-        assert not valid(text_of(tokenizer, pieces))
 
 
 def test_one_bad_matcher_ends_its_own_answer_only(engine: Engine, tokenizer: Tokenizer) -> None:
