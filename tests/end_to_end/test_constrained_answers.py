@@ -17,6 +17,7 @@ from checkpoints.resolve import resolve_model
 from jaxserve.config import EngineConfig, cache_folder
 from jaxserve.engine.build import make_engine
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.report import EngineReport
 from jaxserve.request import FinishReason, GenerationRequest, SamplingParams, TokenOutput
 from jaxserve.structured import grammars
 from jaxserve.structured.matcher import Grammars
@@ -39,7 +40,7 @@ GRAMMAR = grammars.schema_grammar(SCHEMA, "response_format")
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("small", marks=pytest.mark.slow)])
-def built(request: Any, tmp_path_factory: Any) -> tuple[Engine, Tokenizer]:
+def built(request: Any, tmp_path_factory: Any) -> tuple[Engine, EngineReport, Tokenizer]:
     """An engine and its tokeniser: random weights and bytes, or the checkpoint that ships with us."""
     config = EngineConfig(
         model="small",
@@ -51,21 +52,21 @@ def built(request: Any, tmp_path_factory: Any) -> tuple[Engine, Tokenizer]:
     )
     if request.param == "small":
         files = read_tokenizer_files(resolve_model("small", cache_folder()))
-        return make_engine(config)[0], load_tokenizer(files)
+        return *make_engine(config), load_tokenizer(files)
     tokenizer = ByteTokenizer()
-    engine = make_engine(config, write_tiny_llama(tmp_path_factory.mktemp("tiny")))[0]
+    engine, report = make_engine(config, write_tiny_llama(tmp_path_factory.mktemp("tiny")))
     engine.grammars = Grammars(lambda: make_vocabulary(tokenizer, VOCAB, tokenizer.eos_ids), VOCAB)
-    return engine, tokenizer
+    return engine, report, tokenizer
 
 
 @pytest.fixture
-def engine(built: tuple[Engine, Tokenizer]) -> Engine:
+def engine(built: tuple[Engine, EngineReport, Tokenizer]) -> Engine:
     return built[0]
 
 
 @pytest.fixture
-def tokenizer(built: tuple[Engine, Tokenizer]) -> Tokenizer:
-    return built[1]
+def tokenizer(built: tuple[Engine, EngineReport, Tokenizer]) -> Tokenizer:
+    return built[2]
 
 
 def request(name: str, tokenizer: Tokenizer, **fields: Any) -> GenerationRequest:
@@ -184,3 +185,9 @@ def test_one_bad_matcher_ends_its_own_answer_only(engine: Engine, tokenizer: Tok
     assert outputs["bad"][-1].finish_reason in (FinishReason.ERROR, FinishReason.STOP)
     assert valid(text_of(tokenizer, outputs["good"]))
     assert outputs["free"][-1].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def test_nothing_is_compiled_after_ready(
+    engine: Engine, built: tuple[Engine, EngineReport, Tokenizer]
+) -> None:
+    assert built[1].compilation.after_ready == 0
