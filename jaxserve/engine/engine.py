@@ -412,6 +412,8 @@ class Engine:
         sequence.finish_reason = reason
         del self._sequences[sequence.request.request_id]
         self.metrics.on_finished(sequence, reason)
+        facts = self._accounting.close(sequence, reason, self.scheduler.pool.page_size)
+        self.metrics.on_device_time(sequence.request.tenant, facts.device_seconds)
         return TokenOutput(
             request_id=sequence.request.request_id,
             token_ids=token_ids or [],
@@ -419,7 +421,7 @@ class Engine:
             finish_reason=reason,
             num_cached_tokens=sequence.num_cached_tokens,
             error=error,
-            facts=self._accounting.close(sequence, reason, self.scheduler.pool.page_size),
+            facts=facts,
         )
 
     def _fail(self, error: Exception) -> list[TokenOutput]:

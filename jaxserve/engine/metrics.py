@@ -53,6 +53,9 @@ class EngineMetrics:
         self.padding_tokens = counter("jaxserve:padding_tokens", "Padding computed", "bucket")
         self.success = counter("vllm:request_success", "Finished requests", "finished_reason")
         self.refusals = counter("jaxserve:admission_rejections", "Refused requests", "reason")
+        self.device_seconds = counter(
+            "jaxserve:device_seconds", "Device time of finished requests", "tenant"
+        )
         self.time_to_first_token = times("vllm:time_to_first_token_seconds", "Arrival to token 1")
         self.inter_token_latency = times("vllm:inter_token_latency_seconds", "Between two tokens")
         self.end_to_end = times("vllm:e2e_request_latency_seconds", "Arrival to the last token")
@@ -136,6 +139,10 @@ class EngineMetrics:
         self.success.labels(model_name=self._model, finished_reason=reason.value).inc()
         self.end_to_end.observe(max(0.0, time.monotonic() - request.arrival))
         self.request_prompt.observe(len(request.prompt_ids))
+
+    def on_device_time(self, tenant: str, seconds: float) -> None:
+        """A request has ended that took so much of the steps' time."""
+        self.device_seconds.labels(model_name=self._model, tenant=tenant).inc(seconds)
 
     def on_refused(self, reason: str) -> None:
         self.refusals.labels(model_name=self._model, reason=reason).inc()

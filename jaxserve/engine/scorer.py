@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
+from jaxserve.engine.account import Account
+from jaxserve.engine.fair_queue import FairQueue
 from jaxserve.engine.score_programs import EMBED, LOGPROBS, ScoreShape
 from jaxserve.errors import PromptTooLongError, RefusedError, RequestError
-from jaxserve.request import FinishReason, GenerationRequest, Score, TokenLogprobs, TokenOutput
+from jaxserve.request import (
+    FinishReason,
+    GenerationRequest,
+    RequestFacts,
+    Score,
+    StepStretch,
+    TokenLogprobs,
+    TokenOutput,
+)
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -38,6 +49,10 @@ class ScoreRunner(Protocol):
 class _Job:
     request: GenerationRequest
     kind: str
+    #: Its place among those of all tenants.
+    turn: float
+    begun: float = 0.0
+    account: Account = dataclasses.field(default_factory=Account)
     computed: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
     total: np.ndarray | None = None
@@ -62,6 +77,7 @@ class Scorer:
         #: Is told of every prompt that ended, and how.
         self.on_end: Callable[[GenerationRequest, FinishReason], None] = _nobody
         self._queue: dict[str, _Job] = {}
+        self._fair = FairQueue()
         self._free = list(range(1, runner.shapes[0].num_pages))
 
     @property
@@ -94,7 +110,11 @@ class Scorer:
                 f"{len(self._queue)} prompts are waiting, which is the limit; try later",
                 reason="queue_full",
             )
-        self._queue[request.request_id] = _Job(request=request, kind=kind)
+        turn = self._fair.start(request.tenant, len(ids), request.weight)
+        job = _Job(request=request, kind=kind, turn=turn)
+        if request.trace:
+            job.account.trace()
+        self._queue[request.request_id] = job
 
     def abort(self, request_id: str) -> bool:
         """Forgets a prompt; False if there is none."""
@@ -112,12 +132,14 @@ class Scorer:
         parts = self._choose()
         kind = parts[0][0].kind
         shape = self._shape(sum(count for _, count in parts))
+        begun = time.monotonic()
         try:
             results = self._runner.run(kind, shape, self._pack(shape, parts))
         except Exception as error:
             logger.exception("reading prompts failed; ending the requests that it held")
             self._runner.renew()
             return [self._end(job, error=str(error)) for job in self._begun()]
+        self._share(parts, shape, begun)
         end = 0
         for row, (job, count) in enumerate(parts):
             if kind == EMBED:
@@ -133,7 +155,7 @@ class Scorer:
         parts: list[tuple[_Job, int]] = []
         largest = self._runner.shapes[-1]
         room, may_begin = largest.tokens, True
-        for job in self._queue.values():
+        for job in sorted(self._queue.values(), key=lambda job: job.turn):
             if room == 0 or len(parts) == largest.rows:
                 break
             if parts and job.kind != parts[0][0].kind:
@@ -151,7 +173,27 @@ class Scorer:
         if wanted > len(self._free):
             return False
         job.pages = [self._free.pop() for _ in range(wanted)]
+        job.begun = time.monotonic()
+        self._fair.admitted(job.turn)
         return True
+
+    def _share(self, parts: list[tuple[_Job, int]], shape: ScoreShape, begun: float) -> None:
+        """A program has run: everybody in it pays for its tokens."""
+        ended, tokens = time.monotonic(), sum(count for _, count in parts)
+        for job, count in parts:
+            job.account.add(
+                StepStretch(
+                    kind="prefill",
+                    begun=begun,
+                    ended=ended,
+                    steps=1,
+                    tokens=count,
+                    bucket_tokens=shape.tokens,
+                    rows=len(parts),
+                    padding_tokens=(shape.tokens - tokens) * count / tokens,
+                    device_seconds=(ended - begun) * count / tokens,
+                )
+            )
 
     def _shape(self, tokens: int) -> ScoreShape:
         return next(shape for shape in self._runner.shapes if shape.tokens >= tokens)
@@ -184,7 +226,24 @@ class Scorer:
             logprobs=job.logprobs if error is None and job.kind == LOGPROBS else None,
             embedding=_pooled(job) if error is None and job.kind == EMBED else None,
             error=error and f"the engine failed while it read this prompt: {error}",
+            facts=_facts(job, reason),
         )
+
+
+def _facts(job: _Job, reason: FinishReason) -> RequestFacts:
+    account, now = job.account, time.monotonic()
+    return RequestFacts(
+        finish_reason=reason,
+        num_prefill_tokens=account.prefill_tokens,
+        num_pages=len(job.pages),
+        padding_tokens=account.padding_tokens,
+        queue_seconds=max(0.0, (job.begun or now) - (job.request.arrival or now)),
+        device_seconds=account.device_seconds,
+        steps=account.steps,
+        scheduled=job.begun,
+        ended=now,
+        stretches=[] if account.prefill is None else account.prefill.entries,
+    )
 
 
 def _nobody(request: GenerationRequest, reason: FinishReason) -> None:
