@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import END, EOS, ByteTokenizer
+from byte_tokenizer import END, EOS, TURN, ByteTokenizer
 
 from jaxserve.errors import RequestError
 from jaxserve.request import Grammar
@@ -108,6 +108,18 @@ def test_an_answer_after_thinking(compiled: Grammars) -> None:
         matcher.advance(byte)
         assert matcher.error is None
     assert set(allowed(matcher)) == {ord(" "), ord("\n"), ord("{")}
+
+
+def test_thoughts_that_end_with_a_special_token(compiled: Grammars) -> None:
+    grammar = grammars.after_text(
+        grammars.choice_grammar(["yes"], "p"), f"<[{TURN}]>", opening='"<think>"'
+    )
+    assert set(allowed(compiled.matcher(grammar))) == {ord("<"), ord("y")}, "thoughts or none"
+    matcher = compiled.matcher(grammar)
+    for token in [*b"<think>a<b", TURN]:
+        assert token in allowed(matcher)
+        matcher.advance(token)
+    assert set(allowed(matcher)) == {ord(" "), ord("\n"), ord("y")}
 
 
 def test_the_end_token_only_where_the_answer_may_end(compiled: Grammars) -> None:
