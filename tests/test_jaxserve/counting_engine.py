@@ -50,11 +50,13 @@ class CountingRunner:
     def reset(self):
         self.pages, self.last = {}, {}
 
-    def dispatch(self, plan):
+    def dispatch(self, plan, settle=None):
         if self.fail_on is not None and any(
             row.sequence.request.prompt_ids[0] == self.fail_on for row in plan.rows
         ):
             raise RuntimeError("the device is on fire")
+        if settle is not None:
+            settle()
         written = []
         for row in plan.rows:
             sequence, slot = row.sequence, row.sequence.slot
