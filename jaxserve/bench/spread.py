@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
 PERCENTILES = (50, 90, 99)
 _HEAD = f"{'':28}{'mean':>11}" + "".join(f"{f'p{p}':>11}" for p in PERCENTILES) + f"{'max':>11}"
 
@@ -25,6 +23,8 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """values: at least one."""
+        import numpy as np  # here, so that the command line's help does not wait for it
+
         p50, p90, p99 = np.percentile(values, PERCENTILES).tolist()
         return cls(
             count=len(values),

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxserve.bench.serving import arrivals, conversations, load, metrics, plot, report
+from jaxserve.bench.serving import arrivals, conversations, load, metrics, report
 from jaxserve.bench.serving.answers import Record
 from jaxserve.bench.serving.conversations import Conversation, Lengths, Style, Writer
 from jaxserve.bench.serving.http_stream import Server
@@ -176,6 +176,8 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     objectives = metrics.parse_objectives(options.goodput)
     if options.png is not None:
+        from jaxserve.bench.serving import plot  # needs numpy, which the help must not wait for
+
         plot.check_can_plot()
     records, duration, model = asyncio.run(_measure(options))
     summary = metrics.summarise(records, duration, objectives)
