@@ -121,12 +121,12 @@ def test_any_mixture_is_read_right_and_every_page_comes_back(
 
 
 def test_a_long_prompt_is_not_kept_waiting_by_short_ones(scorer: Scorer) -> None:
-    scorer.add(request("first", [1] * 20))
+    scorer.add(request("first", [1] * 19))
     scorer.add(request("long", [1] * 40))
     finished: list[str] = []
     for number in range(25):
-        scorer.add(request(f"{number}a", [1] * 20))
-        scorer.add(request(f"{number}b", [1] * 20))
+        scorer.add(request(f"{number}a", [1] * 19))
+        scorer.add(request(f"{number}b", [1] * 19))
         finished += [output.request_id for output in scorer.step()]
     assert finished.index("long") < 8
 
