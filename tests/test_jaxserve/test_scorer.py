@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import random
 import threading
@@ -129,6 +130,26 @@ def test_a_long_prompt_is_not_kept_waiting_by_short_ones(scorer: Scorer) -> None
         scorer.add(request(f"{number}b", [1] * 19))
         finished += [output.request_id for output in scorer.step()]
     assert finished.index("long") < 8
+
+
+def test_what_it_took_is_shared_and_tenants_take_turns(scorer: Scorer, runner: FakeRunner) -> None:
+    for number in range(20):
+        scorer.add(dataclasses.replace(request(f"a{number}", [1] * 16), tenant="a", trace=True))
+    scorer.step()
+    scorer.add(dataclasses.replace(request("b", [2] * 5), tenant="b"))
+    order = []
+    facts = {}
+    while scorer.has_work:
+        for output in scorer.step():
+            order.append(output.request_id)
+            facts[output.request_id] = output.facts
+    assert order.index("b") <= 1
+    assert all(fact is not None and fact.device_seconds > 0 for fact in facts.values())
+    assert sum(fact.padding_tokens for fact in facts.values()) == pytest.approx(
+        sum(tokens for tokens, _ in runner.sizes[1:]) - 19 * 16 - 5
+    )
+    assert sum(stretch.tokens for stretch in facts["a19"].stretches) == 16
+    assert facts["b"].stretches == []
 
 
 def test_abort(scorer: Scorer, runner: FakeRunner) -> None:
