@@ -10,6 +10,7 @@ import msgspec
 
 from jaxserve.errors import NotFoundError, RequestError
 from server.access.gate import current_caller
+from server.described import Description, described
 from server.services import Services
 from server.trace.chrome import chrome_trace
 
@@ -32,6 +33,7 @@ def trace_blueprint(services: Services) -> flask.Blueprint:
         return {"object": "list", "data": data}
 
     @blueprint.get("/v1/requests/<path:request_id>/trace")
+    @described(Description(query={"format": {"type": "string", "enum": FORMATS}}))
     def request_trace(request_id: str) -> flask.Response:
         """A request's trace: as JSON, or as Chrome's trace events (`format=chrome`)."""
         wanted = flask.request.args.get("format", "json")

@@ -8,10 +8,17 @@ import flask
 
 from jaxserve.errors import NotFoundError, RequestError
 from server.access.gate import check_admin, current_caller
+from server.described import Description, described
 from server.services import Services
 from server.usage.summary import GROUPS, Question, read_day, read_groups, summarise
 
-_PARAMETERS = frozenset(("group_by", "tenant", "since", "until"))
+_DAY = {"type": "string", "format": "date"}
+_PARAMETERS = {
+    "group_by": {"type": "string", "default": ",".join(GROUPS)},
+    "tenant": {"type": "string"},
+    "since": _DAY,
+    "until": _DAY,
+}
 
 
 def usage_blueprint(services: Services) -> flask.Blueprint:
@@ -19,6 +26,7 @@ def usage_blueprint(services: Services) -> flask.Blueprint:
     blueprint = flask.Blueprint("usage", __name__)
 
     @blueprint.get("/v1/usage")
+    @described(Description(query=_PARAMETERS))
     def usage() -> dict[str, Any]:
         """Sums over the ledger, by day, tenant and model."""
         question = _read(flask.request.args)
