@@ -114,6 +114,7 @@ class LimitBook:
     def close(self) -> None:
         """Gives up the lock: what is still open no longer counts."""
         self._thread.apply(self._close)
+        self._lock_file(self._worker).unlink(missing_ok=True)
 
     def _admit(
         self, db: sqlite3.Connection, name: str, tenant: Tenant, tokens: float, cost: float
@@ -209,6 +210,7 @@ class LimitBook:
         except (sqlite3.Error, OSError) as error:
             logger.error("limits are counted by each worker alone for a while: %s", error)
             self._close()
+            self._worker = uuid.uuid4().hex  # what is open under the old name counts no more
             self._alone_until = time.monotonic() + _ALONE_SECONDS
             return _transact(self._open(), work)
 

@@ -2,7 +2,8 @@
 
 Requests only leave their row here; a thread writes what has come together, for all workers into the
 same file. A disk that is full costs no request anything: the log says so, rows wait for room, and
-those that are too many are counted as lost.
+those that are too many are counted as lost. A worker that is killed takes with it what it has not
+written yet, a fifth of a second's at most.
 """
 
 from __future__ import annotations

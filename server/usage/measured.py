@@ -151,6 +151,7 @@ class Measured:
         """This process ends: nobody will hear more of this request."""
         for answer in self.answers:
             answer.reason = answer.reason or "abort"
+        self._settle()
         self.finished = self.finished or time.monotonic()
         self.finish_if_over()
 

@@ -68,6 +68,7 @@ class Meter:
                 request,
                 tenant=caller.name,
                 weight=caller.tenant.weight,
+                cache_salt=_salt(caller.name, request.cache_salt),
                 trace=self.ledger.max_traces > 0 or self.exporter is not None,
             )
             for request in requests
@@ -129,6 +130,7 @@ class Meter:
         """At the end of this process: what is still open is written down as it stands."""
         for measured in list(self._open):
             measured.give_up()
+        self._limits.close()
         self.ledger.write_last()
 
     def _over(self, measured: Measured) -> None:
@@ -158,6 +160,11 @@ class Meter:
             self._open.add(measured)
             flask.g.measured = measured
         return measured
+
+
+def _salt(tenant: str, salt: str) -> str:
+    """Tenants share no cached prefixes, or one could find out what another has asked."""
+    return f"{tenant}\0{salt}" if tenant else salt
 
 
 def current_measured() -> Measured:

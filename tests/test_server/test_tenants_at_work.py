@@ -45,6 +45,9 @@ def test_limits_hold_over_two_workers_and_a_killed_one_frees_what_it_had_open(
     assert server.call("GET", "/metrics").status == 401
     statuses = [ask("bob").status for _ in range(10)]
     assert statuses == [200] * 5 + [429] * 5
+    root = {"x-api-key": keys["root"]}
+    path = "/v1/usage?tenant=bob&group_by="
+    wait_until(lambda: server.call("GET", path, headers=root).json["data"][0]["requests"] == 5)
     head = {"Authorization": f"Bearer {keys['alice']}"}
     streams = [_open(server, LONG, head) for _ in range(3)]
     assert [stream.readline()[9:12] for stream in streams] == [b"200"] * 3

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from app_alone import make_app, post
+from fake_client import FakeClient
 
 from jaxserve.cli.main import main
 from server.usage import ledger
@@ -128,6 +129,30 @@ def test_limits_over_http(tmp_path: pathlib.Path, keys: dict[str, str]) -> None:
     assert int(answer.headers["Retry-After"]) <= 86400
     assert ask("carol", priority=-5).json["error"]["param"] == "priority"
     assert ask("root", priority=-5).status_code == 200
+
+
+def test_tenants_learn_nothing_of_one_another(
+    tmp_path: pathlib.Path, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what another has asked, from the prefix cache, nor how much, from the metrics."""
+    client = FakeClient()
+    text = "".join(f'x_total{{model_name="m",tenant="{name}"}} 1\n' for name in keys)
+    monkeypatch.setattr(client, "metrics", lambda: text + "y_total 2\n")
+    path = str(tmp_path / "keys.json")
+    web = make_app(client, folder=tmp_path / "data", api_keys=path).test_client()
+    for name in ("alice", "bob"):
+        post(web, "/v1/completions", {"prompt": "x"}, **{"x-api-key": keys[name]})
+        body = {"prompt": "x", "cache_salt": "s"}
+        answer = post(web, "/v1/completions", body, **{"x-api-key": keys[name]})
+        assert answer.status_code in (200, 402)
+    assert len({request.cache_salt for request in client.requests}) == len(client.requests)
+    assert {request.tenant for request in client.requests} == {"alice", "bob"}
+    seen = {
+        name: web.get("/metrics", headers={"x-api-key": key}).text.count("tenant=")
+        for name, key in keys.items()
+    }
+    assert seen == {"alice": 1, "bob": 1, "carol": 1, "root": 4}
+    assert "y_total 2" in web.get("/metrics", headers={"x-api-key": keys["bob"]}).text
 
 
 def row(number: int) -> UsageRow:
