@@ -70,10 +70,14 @@ class Generation:
 
     def pieces(self) -> Iterator[tuple[int, RequestOutput]]:
         """Pieces of all answers with their numbers, as they come."""
+        measured = self._measured
         for indexed_piece in read_answers(self._submission, self.readers):
-            self._measured.piece()
+            measured.num_pieces += 1
+            if not measured.first_piece:
+                measured.first_piece = time.monotonic()
             yield indexed_piece
-        self._measured.release()
+        measured.last_piece = time.monotonic()
+        measured.release()
 
     def whole(self) -> list[RequestOutput]:
         """All answers, complete; nothing stays at work."""
@@ -102,10 +106,14 @@ class Generation:
     def _guard(
         self, events: Iterator[bytes], done: bytes, failed: Callable[[Exception], bytes]
     ) -> Iterator[bytes]:
+        measured, size = self._measured, 0
         try:
-            for event in itertools.chain(events, [done] if done else []):
+            for number, event in enumerate(itertools.chain(events, [done] if done else []), 1):
                 yield event
-                self._measured.wrote(len(event))
+                size += len(event)
+                if number == 1:
+                    measured.first_written = time.monotonic()
+                measured.num_events, measured.num_bytes = number, size
         except HungUpError:
             return
         except Exception as error:
@@ -113,6 +121,7 @@ class Generation:
                 logger.exception("a stream failed")
             yield failed(error)
         finally:
+            measured.last_written = time.monotonic()
             self.close()
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ def _steps(measured: Measured) -> list[Json]:
             {
                 "name": "detokenised",
                 "at": _since(start, measured.first_piece),
-                "until": _since(start, measured.last_piece),
+                "until": _since(start, measured.last_piece or measured.finished),
                 "pieces": measured.num_pieces,
             }
         )

@@ -118,19 +118,6 @@ class Measured:
         else:
             self._limits.release(self._admission)
 
-    def piece(self) -> None:
-        """A piece of text has come out of the detokeniser."""
-        self.num_pieces += 1
-        self.last_piece = time.monotonic()
-        self.first_piece = self.first_piece or self.last_piece
-
-    def wrote(self, size: int) -> None:
-        """An event has been handed to the connection."""
-        self.num_events += 1
-        self.num_bytes += size
-        self.last_written = time.monotonic()
-        self.first_written = self.first_written or self.last_written
-
     def sent(self) -> None:
         """The response is complete, or nobody reads it any more."""
         if not self.finished:
