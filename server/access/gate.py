@@ -82,9 +82,13 @@ def check_admin(what: str) -> None:
 
 
 def _bearer() -> str:
-    """The key of the Authorization header: a bearer's, or a browser's, where it is the password."""
+    """The key of the Authorization header: a bearer's, or a browser's, where it is the password.
+
+    Browsers send that by themselves, so what another site makes them send counts for nothing.
+    """
     scheme, _, key = flask.request.headers.get("Authorization", "").strip().partition(" ")
     basic = flask.request.authorization
     if scheme.lower() == "basic" and basic is not None:
-        return basic.password or ""
+        own = flask.request.headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none")
+        return basic.password or "" if own else ""
     return key.strip() if scheme.lower() == "bearer" else ""

@@ -92,6 +92,17 @@ def test_what_is_no_key_opens_nothing(
     assert key not in answer.text
 
 
+def test_other_sites_cannot_use_the_key_that_a_browser_keeps(
+    path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = add(path, capsys, "alice")
+    web = make_app(api_keys=str(path)).test_client()
+    assert web.get("/v1/models", auth=(key, "")).status_code == 401
+    for site, status in (("same-origin", 200), ("cross-site", 401), ("same-site", 401)):
+        found = web.get("/v1/models", headers={"Sec-Fetch-Site": site}, auth=("", key))
+        assert found.status_code == status
+
+
 def test_keys_added_and_revoked_count_without_a_restart_and_a_broken_file_changes_nothing(
     path: pathlib.Path,
     capsys: pytest.CaptureFixture[str],
