@@ -86,7 +86,7 @@ class ProgramMaker:
 
     def make_programs(self, buckets: tuple[Bucket, ...], store: ProgramStore) -> Programs:
         """All programs, several at a time: tracing is Python, but the compiler runs beside it."""
-        rows = sorted({bucket.rows for bucket in buckets})
+        rows = sorted({bucket.sampled for bucket in buckets})
         with concurrent.futures.ThreadPoolExecutor(max_workers=_THREADS) as executor:
             forwards = [
                 executor.submit(self._make_forward, bucket, store) for bucket in buckets[::-1]
@@ -111,7 +111,7 @@ class ProgramMaker:
                 bucket: program_memory(self._make_forward(bucket, store))
                 for bucket in measured_buckets(buckets)
             },
-            program_memory(self._make_sample(buckets[-1].rows, store)),
+            program_memory(self._make_sample(buckets[-1].sampled, store)),
             [program_memory(self._make_reset(store))],
         )
 

@@ -103,7 +103,7 @@ def step_overhead(
         next(forward[larger].code for larger in measured if larger.tokens >= bucket.tokens)
         for bucket in buckets
     )
-    samples = sample.code * len({bucket.rows for bucket in buckets})
+    samples = sample.code * len({bucket.sampled for bucket in buckets})
     programs = (*forward.values(), sample, *others)
     logits = largest.outputs - largest.aliased
     return Overhead(

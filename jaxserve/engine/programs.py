@@ -97,9 +97,14 @@ def make_forward(
         _, positions, _ = row_positions(batch, shape.bucket.tokens)
         attend = PagedAttend(pages, batch, mesh, op, num_layers=config.num_layers)
         hidden = decoder(token_ids, positions, attend)
-        return attend.pages, decoder.logits(hidden[inputs["sampled"]])
+        logits = decoder.logits(hidden[inputs["sampled"]])
+        return attend.pages, _pad_rows(logits, shape.bucket.sampled)
 
     return forward
+
+
+def _pad_rows(logits: jax.Array, rows: int) -> jax.Array:
+    return jnp.pad(logits, ((0, rows - logits.shape[0]), (0, 0)))
 
 
 def make_sample(rows: int, implementation: Choice | str) -> SampleFunction:

@@ -61,7 +61,7 @@ class DeviceRunner:
             for bucket in shape.buckets
         }
         self._sample_layouts = {
-            rows: sample_layout(rows) for rows in {b.rows for b in shape.buckets}
+            rows: sample_layout(rows) for rows in {b.sampled for b in shape.buckets}
         }
         self._templates: dict[int, RowTemplate] = {}
         self._tables = np.zeros((shape.max_num_seqs, shape.pages_per_sequence), np.int32)
@@ -89,12 +89,12 @@ class DeviceRunner:
             self._take_slot(sequence)
         bucket = self._bucket(plan)
         self._device.forward(bucket, self._pack_forward(bucket, plan.rows))
-        sample = self._pack_sample(bucket.rows, plan.rows)
+        sample = self._pack_sample(bucket.sampled, plan.rows)
         constrained = [(sequence.slot, sequence.matcher) for sequence in plan.constrained]
         if settle is not None:
             settle()
         self._allow_tokens(constrained)
-        return StepHandle(plan=plan, result=self._device.sample(bucket.rows, sample))
+        return StepHandle(plan=plan, result=self._device.sample(bucket.sampled, sample))
 
     def read(self, handle: StepHandle) -> list[SampledRow]:
         """Waits for a step and returns one entry per row of its plan."""

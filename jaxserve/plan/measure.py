@@ -153,7 +153,7 @@ def measure_step(
         for depth in depths
     }
     tasks: dict[tuple[int, Bucket] | str, Task] = {
-        "sample": functools.partial(_measure_sample, makers[depths[0]], rows, say),
+        "sample": functools.partial(_measure_sample, makers[depths[0]], buckets[-1].sampled, say),
         "reset": functools.partial(_measure_reset, makers[depths[0]]),
     }
     for bucket in measured:
@@ -172,7 +172,7 @@ def measure_step(
         rows=rows,
         depths=depths,
         num_programs=len(tasks),
-        num_served=len(buckets) + len({bucket.rows for bucket in buckets}) + 1,
+        num_served=len(buckets) + len({bucket.sampled for bucket in buckets}) + 1,
         overhead=step_overhead(
             buckets,
             {bucket: _memory(size) for bucket, size in forward.items()},

@@ -99,3 +99,10 @@ def test_every_step_has_a_bucket_and_the_largest_is_what_was_asked_for():
         bucket = choose_bucket(buckets, tokens, min(tokens, 20))
         assert bucket.tokens < max(2 * tokens, 8)
         assert bucket.rows == min(bucket.tokens, 20)
+
+
+def test_sampling_is_compiled_for_few_sizes_that_hold_every_bucket() -> None:
+    buckets = make_buckets(512, 32)
+    assert all(bucket.sampled >= bucket.rows for bucket in buckets)
+    assert {bucket.sampled for bucket in buckets} == {1, 4, 32}
+    assert Bucket(tokens=9000, rows=5000).sampled == 5000

@@ -71,9 +71,9 @@ PROGRAMS = {
     "sample_4": FakeProgram(outputs=999, aliased=600, temporaries=400, code=10),
     "reset_slot": FakeProgram(outputs=999, aliased=600, temporaries=300, code=3),
 }
-#: Buckets up to (4, 4) count as that one, all others as (32, 4); temporaries are sampling's; logits
+#: Buckets up to (4, 4) count as that one, all others as (32, 4); rows are sampled by 1 or 4; temporaries are sampling's; logits
 #: of two steps take 7 bytes each.
-OVERHEAD = Overhead(state=600, programs=3 * 30 + 3 * 50 + 3 * 10 + 3, temporaries=400 + 2 * 7)
+OVERHEAD = Overhead(state=600, programs=3 * 30 + 3 * 50 + 2 * 10 + 3, temporaries=400 + 2 * 7)
 
 
 class FakeStore:
@@ -119,7 +119,7 @@ def test_a_plan_counts_as_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> No
         say=lambda text: None,
     )
     assert step.overhead == OVERHEAD
-    assert step.num_served == 10
+    assert step.num_served == 9
 
 
 def test_a_real_program_says_what_it_takes() -> None:

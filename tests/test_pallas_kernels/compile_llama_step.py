@@ -57,7 +57,7 @@ def compile_step(
     )
     maker = step_maker(config, device, num_pages)
     bucket = Bucket(tokens=num_tokens, rows=min(num_tokens, max_num_seqs))
-    return compile_forward(maker, bucket), compile_sample(maker, bucket.rows), device
+    return compile_forward(maker, bucket), compile_sample(maker, bucket.sampled), device
 
 
 def collectives(program: jax.stages.Compiled) -> dict[str, int]:
