@@ -41,9 +41,10 @@ def post_worker_init(worker: Any) -> None:
 
 
 def worker_exit(arbiter: Any, worker: Any) -> None:
-    """What the worker has measured last is written down."""
-    if worker.wsgi is not None:
-        worker.wsgi.extensions[METER].write_last()
+    """What the worker has measured last is written down; one that never began has nothing."""
+    app = getattr(worker, "wsgi", None)
+    if app is not None:
+        app.extensions[METER].write_last()
 
 
 def child_exit(arbiter: Any, worker: Any) -> None:
