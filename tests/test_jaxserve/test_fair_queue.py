@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from counting_engine import make_engine
+from counting_engine import request as counting_request
 from test_scheduler import make_scheduler, read, run
 
 from jaxserve.engine.fair_queue import FairQueue, keep_turns
 from jaxserve.engine.sequence import Sequence
+from jaxserve.errors import RefusedError
 from jaxserve.request import GenerationRequest, SamplingParams
 
 
@@ -90,3 +95,26 @@ def test_what_goes_ahead_passes_its_own_tenant_only() -> None:
         "a2",
         "b1",
     ]
+
+
+def test_a_flood_leaves_room_in_the_queue_for_others() -> None:
+    reasons = set()
+
+    def taken(tenant: str, count: int) -> int:
+        accepted = 0
+        for number in range(count):
+            asked = counting_request(f"{tenant}{number}", [1, 2], max_tokens=2)
+            try:
+                engine.add(dataclasses.replace(asked, tenant=tenant))
+                accepted += 1
+            except RefusedError as error:
+                reasons.add(error.reason)
+        return accepted
+
+    engine, _ = make_engine(max_queue_len=16)
+    assert taken("a", 100) == 8
+    assert taken("b", 100) == 4
+    assert taken("c", 1) == 1
+    assert reasons == {"tenant_queue_full"}
+    engine, _ = make_engine(max_queue_len=16)
+    assert taken("", 100) == 16, "without keys there is one tenant, which may have all of it"
