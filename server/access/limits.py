@@ -10,19 +10,20 @@ each worker counts for itself until it can.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import logging
 import pathlib
 import sqlite3
 import time
 import uuid
 from collections.abc import Callable
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from gevent.threadpool import ThreadPool
 
 from jaxserve.errors import LimitError
+from server.access.alive import WorkerName
 from server.access.keyfile import LIMITS, Tenant
+from server.access.levels import Level, rate_headers, sunk
 from server.database import open_shared
 
 logger = logging.getLogger("jaxserve.server")
@@ -41,7 +42,6 @@ CREATE TABLE IF NOT EXISTS open (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS open_by_tenant ON open (tenant);
 """
-_MINUTE = 60.0
 _BUSY_SECONDS = 5.0
 #: How long a worker counts for itself before it tries the file again.
 _ALONE_SECONDS = 30.0
@@ -59,31 +59,15 @@ class Admission:
     headers: dict[str, str]
 
 
-@dataclasses.dataclass(slots=True)
-class _Level:
-    """How much of a minute's allowance is used now."""
-
-    used: float
-    limit: float | None
-
-    def seconds_until(self, more: float) -> float:
-        """How long until `more` fits; what is larger than the limit must wait for all of it."""
-        if self.limit is None:
-            return 0.0
-        excess = self.used + min(more, self.limit) - self.limit
-        return excess * _MINUTE / self.limit if excess > 1e-9 else 0.0
-
-
 class LimitBook:
     """Admits requests within their tenant's limits. folder: shared by all workers."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
         self._thread = ThreadPool(1)
-        self._worker = uuid.uuid4().hex
+        self._worker = WorkerName(folder)
         self._connection: sqlite3.Connection | None = None
         self._alone_until = 0.0
-        self._lock: IO[bytes] | None = None
 
     def admit(self, name: str, tenant: Tenant, tokens: float, cost: float) -> Admission | None:
         """Takes a request of about so many tokens; None for a tenant without limits.
@@ -114,7 +98,6 @@ class LimitBook:
     def close(self) -> None:
         """Gives up the lock: what is still open no longer counts."""
         self._thread.apply(self._close)
-        self._lock_file(self._worker).unlink(missing_ok=True)
 
     def _admit(
         self, db: sqlite3.Connection, name: str, tenant: Tenant, tokens: float, cost: float
@@ -133,7 +116,7 @@ class LimitBook:
         problem = problem or self._over_budget(db, name, tenant, tokens, cost)
         problem = problem or self._too_many(db, name, tenant)
         if problem is not None:
-            problem.headers = _headers(requests, minute)
+            problem.headers = rate_headers(requests, minute)
             return problem
         requests.used += 1
         taken = tokens if minute.limit is None else min(tokens, minute.limit)
@@ -142,8 +125,8 @@ class LimitBook:
             "INSERT OR REPLACE INTO levels VALUES (?, ?, ?, ?)",
             (name, requests.used, minute.used, time.monotonic()),
         )
-        admission = Admission(uuid.uuid4().hex, name, taken, _headers(requests, minute))
-        row = (admission.id, name, self._worker, taken, cost)
+        admission = Admission(uuid.uuid4().hex, name, taken, rate_headers(requests, minute))
+        row = (admission.id, name, self._worker.name, taken, cost)
         db.execute("INSERT INTO open VALUES (?, ?, ?, 1, ?, ?)", row)
         return admission
 
@@ -198,9 +181,8 @@ class LimitBook:
         found = False
         rows = db.execute("SELECT DISTINCT worker FROM open WHERE tenant = ?", (name,)).fetchall()
         for (worker,) in rows:
-            if worker != self._worker and not _is_held(self._lock_file(worker)):
+            if not self._worker.is_alive(worker):
                 db.execute("DELETE FROM open WHERE worker = ?", (worker,))
-                self._lock_file(worker).unlink(missing_ok=True)
                 found = True
         return found
 
@@ -210,7 +192,6 @@ class LimitBook:
         except (sqlite3.Error, OSError) as error:
             logger.error("limits are counted by each worker alone for a while: %s", error)
             self._close()
-            self._worker = uuid.uuid4().hex  # what is open under the old name counts no more
             self._alone_until = time.monotonic() + _ALONE_SECONDS
             return _transact(self._open(), work)
 
@@ -227,24 +208,14 @@ class LimitBook:
         elif self._connection is None:
             path = self._folder / "limits.sqlite"
             self._connection = open_shared(path, _SCHEMA, busy_seconds=_BUSY_SECONDS)
-            self._hold_lock()
+            self._worker.hold()
         return self._connection
-
-    def _hold_lock(self) -> None:
-        if self._lock is None:
-            self._lock = self._lock_file(self._worker).open("ab")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _lock_file(self, worker: str) -> pathlib.Path:
-        return self._folder / f"limits-{worker}.lock"
 
     def _close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._worker.give_up()
 
 
 def _unlimited(tenant: Tenant) -> bool:
@@ -257,19 +228,15 @@ def _transact(db: sqlite3.Connection, work: Callable[[sqlite3.Connection], Resul
         return work(db)
 
 
-def _levels(db: sqlite3.Connection, name: str, tenant: Tenant) -> tuple[_Level, _Level]:
+def _levels(db: sqlite3.Connection, name: str, tenant: Tenant) -> tuple[Level, Level]:
     """Requests and tokens of the last minute, as far as they have not sunk since."""
     found = db.execute("SELECT requests, tokens, at FROM levels WHERE tenant = ?", (name,))
     requests, tokens, at = found.fetchone() or (0.0, 0.0, 0.0)
-    passed = max(0.0, time.monotonic() - at)
-    levels = []
-    for used, limit in (
-        (requests, tenant.requests_per_minute),
-        (tokens, tenant.tokens_per_minute),
-    ):
-        sunk = used if limit is None else used - passed * limit / _MINUTE
-        levels.append(_Level(max(0.0, sunk), limit))
-    return levels[0], levels[1]
+    passed = time.monotonic() - at
+    return (
+        sunk(requests, tenant.requests_per_minute, passed),
+        sunk(tokens, tenant.tokens_per_minute, passed),
+    )
 
 
 def _settle(db: sqlite3.Connection, admission: Admission, tokens: float, cost: float) -> None:
@@ -283,29 +250,6 @@ def _settle(db: sqlite3.Connection, admission: Admission, tokens: float, cost: f
         "tokens = tokens + excluded.tokens, cost = cost + excluded.cost",
         (name, _today(), tokens, cost),
     )
-
-
-def _headers(requests: _Level, tokens: _Level) -> dict[str, str]:
-    """OpenAI's names; only for limits that there are."""
-    headers = {}
-    for what, level in (("requests", requests), ("tokens", tokens)):
-        if level.limit is not None:
-            left = max(0.0, level.limit - level.used)
-            headers[f"x-ratelimit-limit-{what}"] = str(int(level.limit))
-            headers[f"x-ratelimit-remaining-{what}"] = str(int(left))
-            seconds = max(0.0, level.used) * _MINUTE / level.limit
-            headers[f"x-ratelimit-reset-{what}"] = f"{seconds:.3f}s"
-    return headers
-
-
-def _is_held(lock: pathlib.Path) -> bool:
-    """Whether a living worker holds this file."""
-    try:
-        with lock.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return False
-    except BlockingIOError:
-        return True
 
 
 def _today() -> str:
