@@ -178,8 +178,7 @@ class EngineConfig:
             )
         if self.speculative not in SPECULATIVE:
             raise UsageError(
-                f"--speculative is {self.speculative!r}; "
-                f"it must be one of {', '.join(SPECULATIVE)}"
+                f"--speculative is {self.speculative!r}; it must be one of {', '.join(SPECULATIVE)}"
             )
         if self.embeddings not in EMBEDDINGS:
             raise UsageError(
