@@ -13,7 +13,7 @@ import logging
 import pathlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -119,10 +119,11 @@ def make_device(
     seconds: dict[str, float] = {}
     with _timed(seconds, "load"):
         path = model if model is not None else resolve_model(config.model, cache_folder())
-        device = _load(config, path)
+        device, wait_for_kernels = _load(config, path)
     max_len, pages_per_sequence = choose_context(config, device.config)
     buckets = make_buckets(config.max_num_batched_tokens, config.max_step_rows)
     with _timed(seconds, "kernels"):
+        wait_for_kernels()
         device, op, kernels = _load_kernels(config, device)
     with _timed(seconds, "plan"):
         memory = _plan_memory(config, device, op, kernels, buckets, pages_per_sequence)
@@ -245,7 +246,8 @@ def _seconds_between_tokens(config: EngineConfig) -> float | None:
     return target / 1000 or None
 
 
-def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
+def _load(config: EngineConfig, path: pathlib.Path) -> tuple[LoadedModel, Callable[[], None]]:
+    """The model, and what waits for its kernels, which are loaded meanwhile."""
     mesh = make_mesh(config.tensor_parallel)
     platform = mesh.devices.flat[0].platform
     dtype = choose_dtype(config, platform)
@@ -256,7 +258,7 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
         config, model_config, reader, mesh, dtype, resolve_kernels(config)
     )
     page_dtype = choose_page_dtype(config, dtype)
-    begin_loading_kernels(
+    wait_for_kernels = begin_loading_kernels(
         cache_folder() / "kernels",
         attention=choose_attention(config, model_config, dtype, page_dtype, platform),
         page_dtype=page_dtype,
@@ -277,7 +279,7 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
     products = choose_float_products(decoder, mesh, dtype, resolve_kernels(config))
     graphdef, state = nnx.split(decoder)
     weights, treedef = jax.tree.flatten(state)
-    return LoadedModel(
+    model = LoadedModel(
         config=model_config,
         mesh=mesh,
         dtype=dtype,
@@ -288,6 +290,7 @@ def _load(config: EngineConfig, path: pathlib.Path) -> LoadedModel:
         quantization=quantization,
         products=products,
     )
+    return model, wait_for_kernels
 
 
 def _open_weights(

@@ -1,17 +1,24 @@
 """Compiles the CPU kernels that an engine needs, or loads them, beside its weights (before step 1).
 
 Numba's import and a kernel's code take as long as reading weights; both wait for other things.
+Kernels that this machine has not compiled yet are compiled by other processes (`kernel_child`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import pathlib
+import subprocess
+import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
+from jaxserve.engine.kernel_child import ATTENTION, PRODUCTS
+from jaxserve.engine.program_store import program_digest
 from jaxserve.quantization.weights import Quantization
 from pallas_kernels import dispatch
 from pallas_kernels.float_matmul import cpu as float_cpu
@@ -19,6 +26,8 @@ from pallas_kernels.paged_attention import cpu
 from pallas_kernels.quantized_matmul import cpu as quantized_cpu
 
 logger = logging.getLogger("jaxserve.engine")
+
+_CHILD = "jaxserve.engine.kernel_child"
 
 
 def load_kernels(
@@ -49,18 +58,62 @@ def begin_loading_kernels(
     attention: dispatch.Choice,
     page_dtype: np.dtype,
     quantization: Quantization | None,
-) -> None:
-    """`load_kernels` in a thread of its own; who needs a kernel calls that and waits.
+) -> Callable[[], None]:
+    """Starts `load_kernels` in a thread; what it returns waits for that thread.
 
-    What goes wrong here shows there.
+    What goes wrong here shows when `load_kernels` is called again.
     """
 
     def load() -> None:
         try:
+            _compile_beside(folder, needed_kernels(attention, page_dtype, quantization))
             load_kernels(
                 folder, attention=attention, page_dtype=page_dtype, quantization=quantization
             )
         except Exception as error:
             logger.debug("kernels could not be loaded early: %s", error)
 
-    threading.Thread(target=load, name="kernels", daemon=True).start()
+    thread = threading.Thread(target=load, name="kernels", daemon=True)
+    thread.start()
+    return thread.join
+
+
+def needed_kernels(
+    attention: dispatch.Choice, page_dtype: np.dtype, quantization: Quantization | None
+) -> list[list[str]]:
+    """What `kernel_child` is asked for: one list per process, none for other implementations."""
+    forms = [] if quantization is None else [quantization.layers, quantization.embedding]
+    names = {form.scheme.name for form in forms if form.implementation == "cpu"}
+    lists = [[f"{PRODUCTS}:{name}" for name in sorted(names)]]
+    if attention.implementation == "cpu":
+        lists.append([f"{ATTENTION}:{page_dtype.name}"])
+    return [each for each in lists if each]
+
+
+def _compile_beside(folder: pathlib.Path, lists: Sequence[Sequence[str]]) -> None:
+    """Has other processes compile what this machine's folder does not hold yet.
+
+    A mark in the folder says so, by sources, interpreter and names; without need of it, Numba's own
+    index decides. A child that fails leaves its work to this process.
+    """
+    said = (program_digest(), sys.version, lists)
+    mark = folder / f"compiled-{hashlib.sha256(repr(said).encode()).hexdigest()[:24]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if mark.exists() or not os.access(folder, os.W_OK):
+        return
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", _CHILD, str(folder), *names],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for names in lists
+    ]
+    codes = [child.wait() for child in children]
+    if any(codes):
+        logger.debug("kernels are compiled here: other processes ended with %s", codes)
+    else:
+        mark.touch()

@@ -55,8 +55,6 @@ class CountingRunner:
             row.sequence.request.prompt_ids[0] == self.fail_on for row in plan.rows
         ):
             raise RuntimeError("the device is on fire")
-        if settle is not None:
-            settle()
         written = []
         for row in plan.rows:
             sequence, slot = row.sequence, row.sequence.slot
@@ -70,6 +68,8 @@ class CountingRunner:
                 assert place[0] != 0, "the trash page belongs to nobody"
                 self.pages[place] = token
             written.append((row, list(sequence.pages)))
+        if settle is not None:
+            settle()  # as on a device: the inputs are made before, the tokens after it
         results = []
         for row, pages in written:
             tokens = [

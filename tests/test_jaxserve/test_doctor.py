@@ -169,7 +169,7 @@ def test_settings_are_resolved_without_weights(
     assert section.troubles == []
     assert value(section, "dtype") == "float32, KV pages float32"
     assert value(section, "max_model_len") == "300 (the model's own limit: 512)"
-    assert value(section, "step sizes") == "1, 8, 16, 24 tokens"
+    assert value(section, "step sizes") == "1, 2, 4, 8, 16, 24 tokens"
     # a page: 2 (k, v) x 2 layers x 4 heads x 16 tokens x 16 wide x 4 bytes
     assert value(section, "KV pool").startswith(f"50 pages, {50 * 16384 / 1e6:,.0f} MB, 784 tokens")
     chosen = value(section, "kernels")
