@@ -94,7 +94,10 @@ def test_alone_in_company_and_from_the_cache_the_answer_is_the_same(built, sampl
     "changes",
     [
         {"num_pages": 31},  # too few for all: requests are preempted
-        {"prefix_caching": False, "max_num_batched_tokens": 24, "max_num_seqs": 8},
+        pytest.param(
+            {"prefix_caching": False, "max_num_batched_tokens": 24, "max_num_seqs": 8},
+            marks=pytest.mark.slow,
+        ),
         {"tensor_parallel": 4, "async_scheduling": False},
         pytest.param({"async_scheduling": False}, marks=pytest.mark.slow),
         pytest.param({"tensor_parallel": 2}, marks=pytest.mark.slow),

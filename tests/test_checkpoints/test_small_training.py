@@ -157,6 +157,7 @@ def test_each_epoch_has_other_names(texts: list[str]) -> None:
     assert 0 < same < len(texts) / 2  # what was written by hand, and answers without names
 
 
+@pytest.mark.slow
 def test_a_document_does_not_see_its_neighbours() -> None:
     model = lively_model()
     row = np.asarray([[1, 20, 30, 2, 1, 40, 50]])
