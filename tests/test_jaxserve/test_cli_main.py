@@ -31,21 +31,19 @@ def run_with(monkeypatch: pytest.MonkeyPatch, error: BaseException, *arguments: 
     return main([*arguments, "generate", "x"])
 
 
-def test_help_is_instant_and_needs_neither_jax_nor_a_server() -> None:
+def test_help_needs_neither_jax_nor_a_server() -> None:
     program = (
-        "import sys, time, resource\n"
+        "import sys\n"
         "from jaxserve.cli.main import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'jax', 'flax', 'numpy', 'flask', 'gevent', 'zmq', 'server'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
-        "print('CPU', resource.getrusage(resource.RUSAGE_SELF).ru_utime)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=True
     )
     assert "serve" in done.stdout
-    assert float(done.stdout.split("CPU ")[1]) < 0.3
 
 
 def test_serve_keeps_jax_out_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
