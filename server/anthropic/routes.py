@@ -30,9 +30,8 @@ from server.body import read_json
 from server.described import EVENTS, JSON, Description, described
 from server.errors import error_response
 from server.generation import Generation
-from server.openai.ask import chat_ask
+from server.openai.question import chat_question
 from server.openai.tools_message import MessageStyle
-from server.openai.tools_style import message_style
 from server.services import Services
 
 VERSIONS = ("2023-06-01", "2026-10-21")
@@ -76,21 +75,8 @@ def _ask(
     services: Services, body: MessagesBody | CountTokensBody
 ) -> tuple[Ask, MessageStyle | None]:
     """What is asked, and how the answer is to be read."""
-    chat = to_chat(body)
-    ask = _within_context(
-        services,
-        chat_ask(
-            chat,
-            services.tokenizer,
-            services.prompts,
-            services.config,
-            request_id=flask.g.request_id,
-            arrival=flask.g.arrival,
-            reads_calls=True,
-        ),
-    )
-    template, prompt_ids = services.prompts.template, ask.prompts[0]
-    return ask, message_style(chat, services.tokenizer, template, services.config, prompt_ids)
+    ask, style = chat_question(services, to_chat(body))
+    return _within_context(services, ask), style
 
 
 def _within_context(services: Services, ask: Ask) -> Ask:

@@ -9,11 +9,10 @@ from jaxserve.request import Score, TokenLogprobs
 from server.body import read_json
 from server.described import EVENTS, JSON, Description, described
 from server.generation import Generation
-from server.openai.ask import chat_ask
 from server.openai.chat_answer import ChatAnswer
 from server.openai.fields import refusals
+from server.openai.question import chat_question
 from server.openai.schema import ChatBody
-from server.openai.tools_style import message_style
 from server.scores import check_prompt_logprobs, read_scores
 from server.services import Services
 
@@ -28,22 +27,7 @@ def chat_blueprint(services: Services) -> flask.Blueprint:
         """Answers a chat."""
         body = read_json(ChatBody, services.config.max_body_bytes)
         model = services.check_model(body.model)
-        ask = chat_ask(
-            body,
-            services.tokenizer,
-            services.prompts,
-            services.config,
-            request_id=flask.g.request_id,
-            arrival=flask.g.arrival,
-            reads_calls=True,
-        )
-        style = message_style(
-            body,
-            services.tokenizer,
-            services.prompts.template,
-            services.config,
-            ask.prompts[0],
-        )
+        ask, style = chat_question(services, body)
         scores = _prompt_scores(services, body, ask.prompts)
         generation = Generation(services, ask)
         answer = ChatAnswer(

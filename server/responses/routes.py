@@ -14,9 +14,8 @@ from jaxserve.routing.requests import Ask
 from server.body import read_json
 from server.described import EVENTS, JSON, Description, described
 from server.generation import Generation
-from server.openai.ask import chat_ask
+from server.openai.question import chat_question
 from server.openai.tools_message import MessageStyle
-from server.openai.tools_style import message_style
 from server.paging import PAGE_QUERY, list_body, read_page
 from server.responses.answer import ResponseAnswer
 from server.responses.read import input_items, to_chat
@@ -110,23 +109,7 @@ def _ask(
     if body.previous_response_id is not None:
         earlier = store.conversation(body.previous_response_id, current_tenant())
     try:
-        chat = to_chat(body, earlier)
-        ask = chat_ask(
-            chat,
-            services.tokenizer,
-            services.prompts,
-            services.config,
-            request_id=flask.g.request_id,
-            arrival=flask.g.arrival,
-            reads_calls=True,
-        )
-        style = message_style(
-            chat,
-            services.tokenizer,
-            services.prompts.template,
-            services.config,
-            ask.prompts[0],
-        )
+        ask, style = chat_question(services, to_chat(body, earlier))
     except RequestError as error:
         if error.param in _NAMES:
             error.param = _NAMES[error.param]
