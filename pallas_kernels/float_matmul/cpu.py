@@ -8,15 +8,14 @@ Numba nor the kernel before it is used. Must not know anything outside pallas_ke
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
-import sys
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.ffi.needs import machine_refusals
 from pallas_kernels.float_matmul import reference
 
 if TYPE_CHECKING:
@@ -31,14 +30,7 @@ STEP = 16
 
 def refusals(*, platform: str, dtype: DTypeLike, out_size: int, in_size: int) -> list[str]:
     """Why this implementation cannot do such a product; empty when it can."""
-    reasons = []
-    if platform != "cpu":
-        reasons.append(f"it runs on cpu, not on {platform}")
-    for package in ("numba", "llvmlite"):
-        if importlib.util.find_spec(package) is None:
-            reasons.append(f"the package {package} is not installed")
-    if sys.maxsize < 2**62 or sys.byteorder != "little":
-        reasons.append("it needs a 64-bit little-endian machine")
+    reasons = machine_refusals(platform)
     if (name := jnp.dtype(dtype).name) != "float32":
         reasons.append(f"{name} is not float32")
     for what, size in (("outputs", out_size), ("inputs", in_size)):

@@ -7,9 +7,7 @@ not know anything outside pallas_kernels.
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
-import sys
 from typing import TYPE_CHECKING
 
 import jax
@@ -17,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.ffi.needs import machine_refusals
 from pallas_kernels.paged_attention.reference import QUANTISED, KVPages, PagedBatch
 
 if TYPE_CHECKING:
@@ -38,14 +37,7 @@ def refusals(
     page_size: int,
 ) -> list[str]:
     """Why this implementation cannot do such a call; empty when it can."""
-    reasons = []
-    if platform != "cpu":
-        reasons.append(f"it runs on cpu, not on {platform}")
-    for package in ("numba", "llvmlite"):
-        if importlib.util.find_spec(package) is None:
-            reasons.append(f"the package {package} is not installed")
-    if sys.maxsize < 2**62 or sys.byteorder != "little":
-        reasons.append("it needs a 64-bit little-endian machine")
+    reasons = machine_refusals(platform)
     for what, given, known in (("q, k and v", dtype, DTYPES), ("pages", page_dtype, PAGE_DTYPES)):
         if (name := jnp.dtype(given).name) not in known:
             reasons.append(f"{what} of {name} are not among {', '.join(known)}")

@@ -8,9 +8,7 @@ for refusals is cheap. Must not know anything outside pallas_kernels.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import pathlib
-import sys
 from typing import TYPE_CHECKING
 
 import jax
@@ -18,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.ffi.needs import machine_refusals
 from pallas_kernels.quantized_matmul.quantize import dequantize, round_fp8
 from pallas_kernels.quantized_matmul.scheme import LARGEST, QuantizedWeight, Scheme
 
@@ -43,14 +42,7 @@ def refusals(
     in_size: int,
 ) -> list[str]:
     """Why this implementation cannot do such a call; empty when it can."""
-    reasons = []
-    if platform != "cpu":
-        reasons.append(f"it runs on cpu, not on {platform}")
-    for package in ("numba", "llvmlite"):
-        if importlib.util.find_spec(package) is None:
-            reasons.append(f"the package {package} is not installed")
-    if sys.maxsize < 2**62 or sys.byteorder != "little":
-        reasons.append("it needs a 64-bit little-endian machine")
+    reasons = machine_refusals(platform)
     if (name := jnp.dtype(dtype).name) not in DTYPES:
         reasons.append(f"x of {name} is not among {', '.join(DTYPES)}")
     if out_size % PANEL:
