@@ -148,3 +148,28 @@ def run(engine):
 
 def tokens_of(pieces):
     return [token for piece in pieces for token in piece.token_ids]
+
+
+def check_solo_tokens(engine, specs, *, abort_at):
+    """Runs requests that come at given turns, and asserts that each gets the tokens it has alone.
+
+    specs: (prompt's length, answer's length, the prompt's token, turn of arrival). Request 0 is
+    aborted at turn `abort_at`, if it still runs: nothing may be said of it any more.
+    """
+    outputs, waiting = {}, sorted(enumerate(specs), key=lambda item: item[1][3])
+    aborted, turn = set(), 0
+    while waiting or engine.has_work:
+        while waiting and waiting[0][1][3] <= turn:
+            index, (length, answer, kind, _) = waiting.pop(0)
+            engine.add(request(str(index), [kind] * length, max_tokens=answer, ignore_eos=True))
+        if turn == abort_at and engine.abort("0") is not None:
+            aborted.add("0")
+        for output in engine.step():
+            assert output.request_id not in aborted
+            outputs.setdefault(output.request_id, []).append(output)
+        engine.check_integrity()
+        turn += 1
+    assert engine.scheduler.pool.num_owned == 0
+    for index, (length, answer, kind, _) in enumerate(specs):
+        if str(index) not in aborted:
+            assert tokens_of(outputs[str(index)]) == expected([kind] * length, answer)

@@ -1,7 +1,16 @@
 """Guesses in the engine's steps: whatever is guessed, every answer is what it was without."""
 
 import pytest
-from counting_engine import VOCAB, expected, make_engine, next_token, request, run, tokens_of
+from counting_engine import (
+    VOCAB,
+    check_solo_tokens,
+    expected,
+    make_engine,
+    next_token,
+    request,
+    run,
+    tokens_of,
+)
 from guessing import Reckless
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -143,20 +152,4 @@ def test_under_any_schedule_and_any_guesses_each_request_gets_its_solo_tokens(
         asynchronous=asynchronous,
         max_len=(pages - 1) * 4,
     )
-    outputs, waiting = {}, sorted(enumerate(specs), key=lambda item: item[1][3])
-    aborted, turn = set(), 0
-    while waiting or engine.has_work:
-        while waiting and waiting[0][1][3] <= turn:
-            index, (length, answer, kind, _) = waiting.pop(0)
-            engine.add(request(str(index), [kind] * length, max_tokens=answer, ignore_eos=True))
-        if turn == 9 and engine.abort("0") is not None:
-            aborted.add("0")
-        for output in engine.step():
-            assert output.request_id not in aborted
-            outputs.setdefault(output.request_id, []).append(output)
-        engine.check_integrity()
-        turn += 1
-    assert engine.scheduler.pool.num_owned == 0
-    for index, (length, answer, kind, _) in enumerate(specs):
-        if str(index) not in aborted:
-            assert tokens_of(outputs[str(index)]) == expected([kind] * length, answer)
+    check_solo_tokens(engine, specs, abort_at=9)

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from counting_engine import VOCAB, expected, make_engine, request, run, tokens_of
+from counting_engine import VOCAB, check_solo_tokens, expected, make_engine, request, run, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -223,20 +223,4 @@ def test_under_any_schedule_each_request_gets_its_solo_tokens(
         asynchronous=asynchronous,
         max_len=(pages - 1) * 4,
     )
-    outputs, waiting = {}, sorted(enumerate(specs), key=lambda item: item[1][3])
-    aborted, turn = set(), 0
-    while waiting or engine.has_work:
-        while waiting and waiting[0][1][3] <= turn:
-            index, (length, answer, kind, _) = waiting.pop(0)
-            engine.add(request(str(index), [kind] * length, max_tokens=answer, ignore_eos=True))
-        if turn == 15 and engine.abort("0") is not None:
-            aborted.add("0")
-        for output in engine.step():
-            assert output.request_id not in aborted
-            outputs.setdefault(output.request_id, []).append(output)
-        engine.check_integrity()
-        turn += 1
-    assert engine.scheduler.pool.num_owned == 0
-    for index, (length, answer, kind, _) in enumerate(specs):
-        if str(index) not in aborted:
-            assert tokens_of(outputs[str(index)]) == expected([kind] * length, answer)
+    check_solo_tokens(engine, specs, abort_at=15)
