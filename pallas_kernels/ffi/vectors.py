@@ -179,6 +179,16 @@ def offset(builder: Any, address: Any, index: Any, stride: Any) -> Any:
     return builder.add(address, builder.mul(index, stride))
 
 
+def as_it_is(builder: Any, address: Any) -> Any:
+    """The same address, of which the optimiser knows nothing.
+
+    Places at constant distances from it are then read from it, where the optimiser may else keep a
+    running address of each, more than there are registers.
+    """
+    kind = ir.FunctionType(I64, [I64])
+    return builder.asm(kind, "", "=r,0", [address], side_effect=False)
+
+
 def procedure(*arguments: Any) -> Callable[[Callable[..., None]], Any]:
     """Makes a primitive without result out of `emit(builder, *values)`.
 

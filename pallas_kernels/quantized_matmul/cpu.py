@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 PANEL = 16
+#: Rows of x that stand together once rounded, at most (`cpu_dots.ROW_GROUP`).
+MOST_ROWS_OF_GROUP = 4
 #: Columns that are read together; groups and rows are made of these.
 CHUNK = 32
 #: Most columns of a unit where x is not rounded.
@@ -140,10 +142,11 @@ def quantized_matmul(
             x_group, top = in_size, LARGEST["int8"]
         case "int8_group" | "int16_group":
             top = LARGEST[scheme.activations.removesuffix("_group")]
-    work = rows if top or scheme.values == "int4" else 0
+    whole_groups = -(-rows // MOST_ROWS_OF_GROUP) * MOST_ROWS_OF_GROUP
+    work = whole_groups if top or scheme.values == "int4" else 0
     results = (
         jax.ShapeDtypeStruct((rows, weight.scales.shape[0]), jnp.float32),  # type: ignore[no-untyped-call]
-        jax.ShapeDtypeStruct((rows if top else 0, in_size), jnp.int16),  # type: ignore[no-untyped-call]
+        jax.ShapeDtypeStruct((whole_groups if top else 0, in_size), jnp.int16),  # type: ignore[no-untyped-call]
         jax.ShapeDtypeStruct((work, in_size // unit), jnp.float32),  # type: ignore[no-untyped-call]
         jax.ShapeDtypeStruct((work, in_size // unit), jnp.float32),  # type: ignore[no-untyped-call]
     )

@@ -1,8 +1,9 @@
 """Products with quantised weights for CPUs: XLA handlers in Numba (step 6).
 
 Operands  x [M, K] (float32), values, scales, zeros as `cpu.pack` made them; zeros [0] without
-Results   out [M, N] (float32), and room to work: rounded [M, K] (int16; [0] where x is used as it
-          is), x_scales and x_sums [M, units] (float32; [0] where they are not used)
+Results   out [M, N] (float32), and room to work, with rows up to a multiple of 4: rounded [M, K]
+          (int16; [0] where x is used as it is), x_scales and x_sums [M, units] (float32; [0] where
+          they are not used); where x is rounded, rows of all three stand in groups (ROW_GROUP)
 Attributes, sorted by name: top (int64: 127 or 32767; 0: x is used as it is), unit (columns per
           unit), x_group (columns that share a scale of x)
 
@@ -43,7 +44,7 @@ from pallas_kernels.ffi.abi import (
     text,
 )
 from pallas_kernels.ffi.pool import make_parallel_for, num_threads
-from pallas_kernels.quantized_matmul.cpu_dots import Instructions
+from pallas_kernels.quantized_matmul.cpu_dots import ROW_GROUP, Instructions
 from pallas_kernels.quantized_matmul.cpu_items import (
     CALL_BYTES,
     call_at,
@@ -78,24 +79,29 @@ def scale_of(bits: Any, top: Any) -> Any:
     return limit / largest, largest / limit
 
 
-def make_prepare(weights: Format, name: str) -> Callable[[int, int], None]:
+def make_prepare(
+    weights: Format, instructions: Instructions, name: str
+) -> Callable[[int, int], None]:
     """Compiled function that rounds ROUND_ROWS rows, an item of `make_parallel_for`."""
-    round_unit = make_round(weights == "int4")
+    row_group = ROW_GROUP[instructions]
+    round_unit = make_round(weights == "int4", row_group)
 
     def prepare(context: int, item: int) -> None:
         call = call_at(context)
         slot = stack_slots(1)
         for row in range(item * ROUND_ROWS, smaller((item + 1) * ROUND_ROWS, call.M)):
+            group, lane = row // row_group, row % row_group
             for first in range(0, call.K, call.x_group):
                 x = call.x + 4 * (row * call.K + first)
                 largest_bits(x, call.x_group // 8, slot)
                 factor, scale = scale_of(load_i32(slot), call.top)
                 for column in range(first, first + call.x_group, call.unit):
-                    place = row * call.K + column
-                    round_unit(
-                        call.x + 4 * place, call.unit // 8, factor, call.rounded + 2 * place, slot
-                    )
-                    unit = 4 * (row * call.units + column // call.unit)
+                    source = call.x + 4 * (row * call.K + column)
+                    place = row_group * (group * call.K + column) + 2 * lane
+                    target = call.rounded + 2 * place
+                    round_unit(source, call.unit // 8, factor, target, slot)
+                    place = row_group * (group * call.units + column // call.unit) + lane
+                    unit = 4 * place
                     store_f32(call.x_scales + unit, scale)
                     store_f32(call.x_sums + unit, -scale * np.float32(load_i32(slot)))
 
@@ -163,7 +169,7 @@ def make_body(weights: Format, rounds: bool, instructions: Instructions) -> Call
     rounds: x is rounded to integers, else used as it is.
     """
     name = kernel_name(weights, rounds, instructions)
-    prepare = make_prepare(weights, name) if rounds else make_sums(name)
+    prepare = make_prepare(weights, instructions, name) if rounds else make_sums(name)
     make_item = make_integers_item if rounds else make_floats_item
     run_prepare = make_parallel_for(prepare, f"prepare_{name}")
     run_items = make_parallel_for(make_item(weights, instructions, name), name)

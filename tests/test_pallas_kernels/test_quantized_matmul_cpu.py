@@ -15,6 +15,8 @@ import pytest
 
 from pallas_kernels.quantized_matmul import api, cases, cpu
 from pallas_kernels.quantized_matmul.cases import Case
+from pallas_kernels.quantized_matmul.cpu_dots import Instructions
+from pallas_kernels.quantized_matmul.cpu_handlers import LESSER
 from pallas_kernels.quantized_matmul.scheme import SCHEMES, QuantizedWeight, Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -50,14 +52,14 @@ def make(case: Case, scheme: Scheme) -> tuple[jax.Array, QuantizedWeight]:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def multiply(
-    x: jax.Array, weight: QuantizedWeight, scheme: Scheme, instructions: str | None = None
+    x: jax.Array, weight: QuantizedWeight, scheme: Scheme, instructions: Instructions | None = None
 ) -> jax.Array:
     return cpu.quantized_matmul(
         x,
         weight,
         scheme,
         out_dtype=jnp.float32,
-        instructions=instructions,  # type: ignore[arg-type]
+        instructions=instructions,
     )
 
 
@@ -77,15 +79,17 @@ def test_company_makes_no_difference(name: str) -> None:
         )
 
 
-def test_plain_instructions_give_the_same_bits() -> None:
-    """What other machines run: no instruction is asked for by its name."""
-    scheme = SCHEMES["int4_group32_zero_a16"]
-    assert cpu.load(scheme, instructions="portable").target.endswith("portable")
+@pytest.mark.parametrize("instructions", sorted({"portable", LESSER}))
+@pytest.mark.parametrize("name", ["int4_group32_zero_a16", "int8_group32_a8"])
+def test_other_instructions_give_the_same_bits(instructions: Instructions, name: str) -> None:
+    """What other machines run; with "portable" no instruction is asked for by its name."""
+    scheme = SCHEMES[name]
+    assert cpu.load(scheme, instructions=instructions).target.endswith(instructions)
     for case in (cases.SMALL[1], cases.SMALL[3], cases.SMALL[5]):
         x, weight = make(case, scheme)
-        plain = np.asarray(multiply(x, weight, scheme, "portable"))
-        assert plain.tobytes() == np.asarray(multiply(x, weight, scheme)).tobytes()
-        assert plain.any()
+        other = np.asarray(multiply(x, weight, scheme, instructions))
+        assert other.tobytes() == np.asarray(multiply(x, weight, scheme)).tobytes()
+        assert other.any()
 
 
 def test_half_precision_scales_are_read_exactly_without_the_instruction() -> None:
@@ -97,7 +101,8 @@ def test_half_precision_scales_are_read_exactly_without_the_instruction() -> Non
     weight = QuantizedWeight(values, jnp.asarray(scales), jnp.zeros((16, 64), jnp.float16))
     x = jnp.zeros((64, 2048)).at[jnp.arange(64), jnp.arange(64) * 32].set(32767.0)
     want = 32767 * scales.astype(np.float64).T
-    for instructions in ("portable", None):
+    choices: tuple[Instructions | None, ...] = ("portable", None)
+    for instructions in choices:
         got = np.asarray(multiply(x, cpu.pack(weight, scheme), scheme, instructions))
         np.testing.assert_allclose(got, want, 1e-6)
 
