@@ -9,9 +9,9 @@ _SIZES = tuple(2**power for power in range(15))
 #: Answers alone take any number of tokens up to that of the slots: there the steps are finer.
 _FINE = (24, 48, 96, 192, 384)
 _ROUND = 8
-#: Rows that sampling is compiled for. A `sample` program takes the compiler as long as thirty layers,
-#: and a few rows more cost it next to nothing: so there are fewer of them.
-_SAMPLED = (1, 4, 32, 64, 128, 256, 512, 1024)
+#: Rows that sampling is compiled for: a `sample` program takes the compiler longer than thirty
+#: layers, so there are fewer of them than buckets.
+_SAMPLED = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

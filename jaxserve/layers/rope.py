@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxserve.config import RopeConfig
 
@@ -100,12 +101,24 @@ def make_rotation(rope: RopeConfig, positions: jax.Array) -> Rotation:
     fixed = np.rint(frequencies / (2 * math.pi) * 2.0**48).astype(np.uint64)
     high = jnp.asarray((fixed >> np.uint64(16)).astype(np.uint32))
     low = jnp.asarray((fixed & np.uint64(0xFFFF)).astype(np.uint32))
-    position = positions.astype(jnp.uint32)[:, None]
-    # position * fixed / 2**16 modulo one turn of 2**32, in 32-bit pieces that cannot overflow.
-    carry = (position >> 16) * low + (((position & 0xFFFF) * low) >> 16)
-    phase = (position * high + carry).astype(jnp.int32)
-    angle = phase.astype(jnp.float32) * np.float32(2 * math.pi / 2.0**32)
-    return jnp.cos(angle) * np.float32(magnitude), jnp.sin(angle) * np.float32(magnitude)
+
+    def tables(positions: jax.Array) -> Rotation:
+        position = positions.astype(jnp.uint32)[:, None]
+        # position * fixed / 2**16 modulo one turn of 2**32, in 32-bit pieces that cannot overflow.
+        carry = (position >> 16) * low + (((position & 0xFFFF) * low) >> 16)
+        phase = (position * high + carry).astype(jnp.int32)
+        angle = phase.astype(jnp.float32) * np.float32(2 * math.pi / 2.0**32)
+        return jnp.cos(angle) * np.float32(magnitude), jnp.sin(angle) * np.float32(magnitude)
+
+    def nothing(positions: jax.Array) -> Rotation:
+        zeros = jnp.zeros((positions.shape[0], len(fixed)), jnp.float32)
+        return zeros, zeros
+
+    # A branch is what XLA does not fuse across: it would else compute sin and cos again in every
+    # layer for every head (an optimization_barrier is gone before it fuses). First positions are
+    # not negative.
+    rotation: Rotation = lax.cond(positions[0] < 0, nothing, tables, positions)
+    return rotation
 
 
 def make_rotations(

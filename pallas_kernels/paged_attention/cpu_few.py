@@ -57,8 +57,9 @@ from pallas_kernels.paged_attention.cpu_rows import (
     soften_row,
 )
 
-#: Rows per KV head up to which a sequence is worked on here.
-FEW_ROWS = 8
+#: Rows per KV head up to which a sequence is worked on here: a few guesses with their groups of
+#: heads. More are better off where rows are lanes (`cpu_tile`), the sooner the narrower a vector.
+FEW_ROWS = 48 if LANES == 16 else 24
 #: One item: where it belongs (heads: KV heads from `head` on; part_size in bytes), and addresses
 #: of its floats: queries [heads, rows, H], weights [heads, rows, BLOCK], one part per head, factors
 #: [rows], runs of the block, and room for LANES keys and for merging.
@@ -67,8 +68,10 @@ ITEM = record(
     "runs num_runs"
 )
 #: A run: positions of a block that lie in one page. The pool's token at which the page begins (of
-#: the item's first head), the first place in the page, the end, and the first slot in the block.
-RUN_BYTES = 4 * 8
+#: the item's first head), the first place in the page, the end, the first slot in the block, and
+#: the pool's token of what the next block has in that slot.
+RUN_BYTES = 5 * 8
+FACTOR_BYTES = -(-4 * FEW_ROWS // LINE) * LINE
 RUNS_BYTES = (BLOCK // LANES + 1) * RUN_BYTES
 ITEM_BYTES = ITEM.itemsize
 item_at = record_at(ITEM)
@@ -89,7 +92,8 @@ def _make_item(context: int, sequence: int, split: int, head: int, heads: int) -
         + (heads + 1) * part_size
         + spare_bytes
         + RUNS_BYTES
-        + 4 * LINE
+        + FACTOR_BYTES
+        + 3 * LINE
     )
     if memory == 0:
         return 0
@@ -104,7 +108,7 @@ def _make_item(context: int, sequence: int, split: int, head: int, heads: int) -
     item.weights = (item.queries + query_bytes + LINE - 1) // LINE * LINE
     item.spare = item.weights + weight_bytes
     item.factors = item.spare + spare_bytes
-    item.runs = item.factors + LINE
+    item.runs = item.factors + FACTOR_BYTES
     item.parts = item.runs + RUNS_BYTES
     item.part_size = part_size
     item.whole = item.parts + heads * part_size
@@ -133,10 +137,15 @@ def _find_runs(context: int, work: int, first: int, end: int) -> None:
     count = end - first
     while count > 0:
         high = smaller(low + count, call.page_size)
-        store_i64(place, token_in_pages(context, item.sequence, item.head, first) - low)
+        token = token_in_pages(context, item.sequence, item.head, first)
+        following = token
+        if first + BLOCK < item.limit:
+            following = token_in_pages(context, item.sequence, item.head, first + BLOCK)
+        store_i64(place, token - low)
         store_i64(place + 8, low)
         store_i64(place + 16, high)
         store_i64(place + 24, slot)
+        store_i64(place + 32, following)
         place += RUN_BYTES
         count -= high - low
         first += high - low
@@ -207,7 +216,7 @@ def make_attend_few(pages: PageFormat) -> Callable[[int, int, int, int, int], No
         item = item_at(work)
         for run in range(item.runs, item.runs + item.num_runs * RUN_BYTES, RUN_BYTES):
             low, high = load_i64(run + 8), load_i64(run + 16)
-            token = load_i64(run) + low
+            token, following = load_i64(run) + low, load_i64(run + 32)
             weights = item.weights + 4 * load_i64(run + 24)
             sums = item.parts + 8 * item.rows
             for _ in range(item.heads):
@@ -215,8 +224,10 @@ def make_attend_few(pages: PageFormat) -> Callable[[int, int, int, int, int], No
                     for row in range(item.rows):
                         scale_row(weights + row * ROW_BYTES, high - low, call.scales_v + 4 * token)
                 values = call.pages_v + size * token * call.H
-                row_values(weights, values, high - low, item.rows, call.H, sums)
+                ahead = call.pages_k + size * following * call.H
+                row_values(weights, values, high - low, item.rows, call.H, sums, ahead)
                 token += call.page_size
+                following += call.page_size
                 weights += item.rows * ROW_BYTES
                 sums += item.part_size
 

@@ -129,11 +129,17 @@ def make_row_scores(pages: PageFormat) -> Any:
 
 
 def _make_value_tile(pages: PageFormat, rows: int) -> Any:
-    """out[r, 0..width] += sum over s of p[r, s] * v[s, 0..width], for VALUE_VECTORS vectors."""
-    width, size = VALUE_VECTORS, pages.bytes
+    """out[r, 0..width] += sum over s of p[r, s] * v[s, 0..width], for VALUE_VECTORS vectors.
 
-    @procedure(ADDRESS, ADDRESS, SIZE, SIZE, ADDRESS)
-    def value_tile(b: Any, p: Any, v: Any, head_size: Any, count: Any, out: Any) -> None:
+    Asks meanwhile for as much memory from `ahead` on as the values take.
+    """
+    width, size = VALUE_VECTORS, pages.bytes
+    lines = max(1, width * LANES * size // LINE)
+
+    @procedure(ADDRESS, ADDRESS, SIZE, SIZE, ADDRESS, ADDRESS)
+    def value_tile(
+        b: Any, p: Any, v: Any, head_size: Any, count: Any, out: Any, ahead: Any
+    ) -> None:
         e = Emitter(b, LANES)
         out_bytes, value_bytes = (b.mul(head_size, vectors.int64(n)) for n in (4, size))
         places = [
@@ -144,6 +150,9 @@ def _make_value_tile(pages: PageFormat, rows: int) -> Any:
         sums = [[variable(e, e.load(place)) for place in row] for row in places]
         with vectors.loop(b, count) as s:
             start = offset(b, v, s, value_bytes)
+            for line in range(lines):
+                place = b.add(offset(b, ahead, s, value_bytes), vectors.int64(line * LINE))
+                vectors.emit_prefetch(b, place)
             values = [
                 load_numbers(e, pages, offset(b, start, i, LANES * size)) for i in range(width)
             ]
@@ -159,27 +168,28 @@ def _make_value_tile(pages: PageFormat, rows: int) -> Any:
 
 
 def make_row_values(pages: PageFormat) -> Any:
-    """Compiled `values(p, v, count, rows, head_size, out)`.
+    """Compiled `values(p, v, count, rows, head_size, out, ahead)`.
 
     out [rows, head_size] += p [rows, count] . v [count, head_size]; rows of p BLOCK floats apart.
+    ahead: what is to be fetched meanwhile.
     """
     tile_1, tile_2, tile_3, tile_4 = (_make_value_tile(pages, rows + 1) for rows in range(4))
     size, width = pages.bytes, VALUE_VECTORS * LANES
 
-    def values(p: int, v: int, count: int, rows: int, head_size: int, out: int) -> None:
+    def values(p: int, v: int, count: int, rows: int, head_size: int, out: int, ahead: int) -> None:
         row = 0
         while row < rows:
             weights, sums, left = p + row * ROW_BYTES, out + 4 * row * head_size, rows - row
             for d in range(0, head_size, width):
-                value, total = v + size * d, sums + 4 * d
+                value, total, fetch = v + size * d, sums + 4 * d, ahead + size * d
                 if left == 1:
-                    tile_1(weights, value, head_size, count, total)
+                    tile_1(weights, value, head_size, count, total, fetch)
                 elif left == 2:
-                    tile_2(weights, value, head_size, count, total)
+                    tile_2(weights, value, head_size, count, total, fetch)
                 elif left == 3:
-                    tile_3(weights, value, head_size, count, total)
+                    tile_3(weights, value, head_size, count, total, fetch)
                 else:
-                    tile_4(weights, value, head_size, count, total)
+                    tile_4(weights, value, head_size, count, total, fetch)
             row += PASS_ROWS
 
     return compiled(named(values, f"row_values_{pages.name}"))
