@@ -233,6 +233,8 @@ def _levels(db: sqlite3.Connection, name: str, tenant: Tenant) -> tuple[Level, L
     found = db.execute("SELECT requests, tokens, at FROM levels WHERE tenant = ?", (name,))
     requests, tokens, at = found.fetchone() or (0.0, 0.0, 0.0)
     passed = time.monotonic() - at
+    if passed < 0:  # this clock begins anew with the machine: the level is of another life
+        requests = tokens = 0.0
     return (
         sunk(requests, tenant.requests_per_minute, passed),
         sunk(tokens, tenant.tokens_per_minute, passed),

@@ -93,6 +93,39 @@ def test_a_days_budgets_end_with_the_day(clock: Clock, tmp_path: pathlib.Path) -
     admit(book, tenant)
 
 
+def test_a_clock_that_jumps_neither_frees_nor_locks_anybody(
+    clock: Clock, tmp_path: pathlib.Path
+) -> None:
+    """The wall clock does not enter rates; a day's budget is the day's that the clock shows."""
+    book = LimitBook(tmp_path)
+    tenant = Tenant(requests_per_minute=2, daily_tokens=100)
+    today = clock.wall
+    book.settle(admit(book, tenant), 30, 0)
+    book.settle(admit(book, tenant), 30, 0)
+    for jump in (-3600.0, 3600.0, -86400.0, 86400.0 * 400):
+        clock.wall = today + jump
+        error = refused(book, tenant)
+        assert (error.status, error.retry_after) == (429, pytest.approx(30.0))
+    clock.now += 60
+    clock.wall = today - 86400.0
+    book.settle(admit(book, tenant, tokens=100), 40, 0)
+    clock.wall = today
+    assert refused(book, tenant, tokens=41).status == 402, "what the day took is not forgotten"
+    admit(book, tenant, tokens=40)
+
+
+def test_rates_begin_anew_with_the_machine(clock: Clock, tmp_path: pathlib.Path) -> None:
+    """The monotonic clock that levels are written with may start at 0 under a kept file."""
+    clock.now = 1e6
+    tenant = Tenant(requests_per_minute=1, tokens_per_minute=10)
+    book = LimitBook(tmp_path)
+    book.settle(admit(book, tenant), 10, 0)
+    assert refused(book, tenant).status == 429
+    clock.now = 20.0
+    admit(book, tenant)
+    assert refused(book, tenant).retry_after == pytest.approx(60.0)
+
+
 def test_what_runs_at_once_also_of_a_worker_that_died(clock: Clock, tmp_path: pathlib.Path) -> None:
     one, two = LimitBook(tmp_path), LimitBook(tmp_path)
     tenant = Tenant(concurrent_requests=2)
