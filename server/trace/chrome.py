@@ -18,13 +18,21 @@ def chrome_trace(trace: Json) -> Json:
         _name("process_name", _SERVER, 0, "server"),
         _name("process_name", _ENGINE, 0, "engine"),
         _name("thread_name", _SERVER, 0, trace["id"]),
+        _name("thread_name", _SERVER, 1, "written"),
         _span(trace["route"], _SERVER, 0, 0.0, trace["seconds"], _counts(trace, _SUMMARY)),
         *_server_steps(trace["steps"]),
     ]
     for number, answer in enumerate(trace["answers"]):
         events.append(_name("thread_name", _ENGINE, number, f"answer {number}"))
         events += _answer(number, answer)
+    events.sort(key=_place)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"id": trace["id"]}}
+
+
+def _place(event: Json) -> tuple[int, int, bool, float, float]:
+    """Thread by thread, names first, then by time; what holds others before what it holds."""
+    named = event["ph"] != "M"
+    return event["pid"], event["tid"], named, event["ts"], -event.get("dur", 0.0)
 
 
 _SUMMARY = ("tenant", "model", "status", "finish_reason", "device_seconds", "cost")
@@ -75,8 +83,8 @@ def _span(name: str, process: int, thread: int, begin: float, end: float, argume
         "ph": "X",
         "pid": process,
         "tid": thread,
-        "ts": round(begin * 1e6, 1),
-        "dur": round(max(0.0, end - begin) * 1e6, 1),
+        "ts": _microseconds(begin),
+        "dur": max(0, _microseconds(end) - _microseconds(begin)),
         "args": arguments,
     }
 
@@ -85,8 +93,14 @@ def _instant(
     name: str, process: int, thread: int, at: float, arguments: Json | None = None
 ) -> Json:
     event = {"name": name, "ph": "i", "s": "t", "pid": process, "tid": thread}
-    return {**event, "ts": round(at * 1e6, 1), "args": arguments or {}}
+    return {**event, "ts": _microseconds(at), "args": arguments or {}}
 
 
 def _name(kind: str, process: int, thread: int, name: str) -> Json:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+    event = {"name": kind, "ph": "M", "pid": process, "tid": thread, "ts": 0}
+    return {**event, "args": {"name": name}}
+
+
+def _microseconds(seconds: float) -> int:
+    """Whole ones, which a trace's moments are: spans that meet must not overlap by a rounding."""
+    return round(seconds * 1e6)

@@ -69,6 +69,47 @@ def test_chrome_format_is_what_viewers_open(tmp_path: pathlib.Path) -> None:
     assert web.get(f"/v1/requests/{request_id}/trace?format=svg").status_code == 400
 
 
+def check_rules(events: list[Any]) -> None:
+    """Chrome's trace event format: fields, order, and spans of a thread that hold or follow."""
+    threads: dict[tuple[int, int], list[Any]] = {}
+    for event in events:
+        assert {"name", "ph", "ts", "pid", "tid", "args"} <= event.keys()
+        assert all(type(event[name]) is int for name in ("ts", "pid", "tid"))
+        assert event["name"]
+        threads.setdefault((event["pid"], event["tid"]), []).append(event)
+    for pid, tid in threads:
+        mine = threads[pid, tid]
+        names = [event for event in mine if event["ph"] == "M"]
+        assert names == mine[: len(names)]
+        assert "thread_name" in [event["name"] for event in names], (pid, tid)
+        assert all(event["args"]["name"] for event in names)
+        times = [event["ts"] for event in mine]
+        assert times == sorted(times)
+        open_until: list[int] = []
+        for event in mine[len(names) :]:
+            assert event["ph"] == "X" or (event["ph"], event["s"]) == ("i", "t")
+            if event["ph"] == "X":
+                while open_until and open_until[-1] <= event["ts"]:
+                    open_until.pop()
+                end = event["ts"] + event["dur"]
+                assert event["dur"] >= 0
+                assert not open_until or end <= open_until[-1], (event, open_until)
+                open_until.append(end)
+    processes = {event["pid"] for event in events if event["name"] == "process_name"}
+    assert processes == {pid for pid, _ in threads}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chrome_format_keeps_its_rules(tmp_path: pathlib.Path, stream: bool) -> None:
+    web = make_app(folder=tmp_path).test_client()
+    answer = post(web, "/v1/chat/completions", {**CHAT, "n": 3, "stream": stream})
+    answer.close()
+    request_id = answer.headers["X-Request-Id"]
+    events = web.get(f"/v1/requests/{request_id}/trace?format=chrome").json["traceEvents"]
+    check_rules(events)
+    assert {event["tid"] for event in events if event["pid"] == 2} == {0, 1, 2}
+
+
 def test_only_the_last_ones_are_kept_and_none_if_so_wished(tmp_path: pathlib.Path) -> None:
     web = make_app(folder=tmp_path / "a", trace_requests=3).test_client()
     ids = []
