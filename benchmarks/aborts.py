@@ -66,6 +66,12 @@ class Aborters:
         return received
 
 
+def shown(memory: dict[int, int]) -> str:
+    """The sum, and each process's part."""
+    parts = ", ".join(f"{size / 2**20:.1f}" for size in memory.values())
+    return f"{sum(memory.values()) / 2**20:.1f} MiB ({parts})"
+
+
 def settled(server: WholeServer) -> dict[str, float | None]:
     """What is still taken once nobody asks any more."""
     deadline = time.monotonic() + _SETTLE_SECONDS
@@ -84,19 +90,20 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     options = parser.parse_args()
     with whole_server(options.model, slots=32) as server:
-        print(f"before: {server.memory_bytes() / 2**20:.1f} MiB", flush=True)
+        print(f"before: {shown(server.memory_bytes())}", flush=True)
         clients = Aborters(server, options.model)
         clients.start(options.clients)
         samples = []
         try:
             for _ in range(_SAMPLES):
                 time.sleep(options.seconds / _SAMPLES)
-                samples.append(server.memory_bytes() / 2**20)
-                print(f"{clients.opened} streams left: {samples[-1]:.1f} MiB", flush=True)
+                memory = server.memory_bytes()
+                samples.append(sum(memory.values()) / 2**20)
+                print(f"{clients.opened} streams left: {shown(memory)}", flush=True)
         finally:
             clients.stop()
         taken = settled(server)
-        print(f"after {clients.opened}: {server.memory_bytes() / 2**20:.1f} MiB")
+        print(f"after {clients.opened}: {shown(server.memory_bytes())}")
         print(f"{clients.refused} refused; still taken: {taken}")
         half = len(samples) // 2
         print(f"growth: {samples[half - 1] - samples[0]:.1f} MiB in the first half, ", end="")

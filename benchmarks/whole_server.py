@@ -39,15 +39,15 @@ class WholeServer:
                     found += [int(child) for child in (task / "children").read_text().split()]
         return found
 
-    def memory_bytes(self) -> int:
-        """Of all processes; what they share counts once."""
-        total = 0
+    def memory_bytes(self) -> dict[int, int]:
+        """By process; what they share is divided among them, so that the sum is right."""
+        found = {}
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 for line in pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
                     if line.startswith("Pss:"):
-                        total += int(line.split()[1]) * 1024
-        return total
+                        found[pid] = int(line.split()[1]) * 1024
+        return found
 
     def cpu_seconds(self) -> float:
         """Used by all processes that live."""
