@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+from full_disk import fill, free, small_disk
 from running_server import RunningServer
 
 from jaxserve.config import EngineConfig, ServerConfig
@@ -49,10 +51,14 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """name; what happens; whether streams may be ended by it; whether the server then ends, too."""
+    """name; what happens; whether streams may be ended by it; whether the server then ends, too.
+
+    fills: whether it is the disk that the server keeps things on that gets full.
+    """
 
     name: str
-    strike: Callable[[RunningServer], None]
+    strike: Callable[[RunningServer], None] = lambda server: None
+    fills: bool = False
     spares: bool = False
     ends: bool = False
     workers: int = 1
@@ -133,6 +139,7 @@ FAULTS = (
     Fault(name="200 clients leave at once", strike=leave, spares=True),
     Fault(name="a client that never reads", strike=read_slowly, spares=True),
     Fault(name="a request that fails", strike=fail_one, spares=True),
+    Fault(name="disk full, for ledger and batch", fills=True, spares=True),
     Fault(name="SIGTERM", strike=terminate, spares=True, ends=True),
     Fault(name="SIGTERM twice", strike=terminate_twice, ends=True),
 )
@@ -153,11 +160,16 @@ def recovery_seconds(server: RunningServer) -> float:
 
 def run_fault(fault: Fault, num_streams: int) -> tuple[str, bool]:
     """One line of the table, and whether all went as it should."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        data = pathlib.Path(folder) / "data"
+        if fault.fills and not stack.enter_context(small_disk(data)):
+            return f"| {fault.name} | not run: no right to mount a file system |", True
         server = RunningServer(
             pathlib.Path(folder),
             engine=EngineConfig(model="fake", max_num_seqs=256),
-            server=ServerConfig(port=0, workers=fault.workers, drain_seconds=20),
+            server=ServerConfig(
+                port=0, workers=fault.workers, drain_seconds=20, data_dir=str(data)
+            ),
         )
         try:
             server.wait_ready()
@@ -166,6 +178,7 @@ def run_fault(fault: Fault, num_streams: int) -> tuple[str, bool]:
                 while server.gauge("vllm:num_requests_running") < num_streams:
                     time.sleep(0.05)
                 struck = time.monotonic()
+                batch = fill(server, data) if fault.fills else ""
                 fault.strike(server)
                 ended = [job.result() for job in jobs]
             whole = sum(kind == "whole" for kind, _ in ended)
@@ -178,6 +191,8 @@ def run_fault(fault: Fault, num_streams: int) -> tuple[str, bool]:
             else:
                 seconds = recovery_seconds(server)
                 after, good = f"answers after {seconds:.1f} s", seconds < MOST_SECONDS
+                if fault.fills:
+                    after += f"; {free(server, data, batch)}"
         finally:
             server.stop()
     # A killed worker takes its own connections with it; nobody is left to say a word on them.
