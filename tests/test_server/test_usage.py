@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import pathlib
+import resource
 import sqlite3
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -193,6 +196,41 @@ def test_a_full_disk_hangs_nobody_and_rows_wait_for_room(
     monkeypatch.setattr(book, "_insert", insert)
     kept = book.read(lambda db: [row[0] for row in db.execute("SELECT request_id FROM usage")])
     assert kept == [str(number) for number in range(3, 13)]
+
+
+@contextlib.contextmanager
+def no_room(most: int) -> Iterator[None]:
+    """No file of this process may grow beyond so many bytes: writes fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_requests_are_answered_while_the_ledger_cannot_be_written(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLite itself fails here; nothing is replaced."""
+    monkeypatch.setattr(ledger, "MAX_WAITING", 8)
+    app = make_app(folder=tmp_path / "data")
+    web, book = app.test_client(), app.extensions[EXTENSION].ledger
+    assert post(web, "/v1/chat/completions", CHAT).status_code == 200
+    book.flush()
+    with no_room(512):
+        for _ in range(6):  # each leaves a row of usage and a trace
+            assert post(web, "/v1/chat/completions", CHAT).status_code == 200
+            book.flush()
+        said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        lost = [
+            line for line in web.get("/metrics").text.splitlines() if "rows_lost_total{" in line
+        ]
+    assert len(said) == 1
+    assert "cannot be written" in said[0]
+    assert [line.split()[-1] for line in lost] == ["4"]
+    (usage,) = web.get("/v1/usage").json["data"]
+    assert usage["requests"] == 1 + 6 - 2
 
 
 def test_without_a_ledger_nothing_is_written(tmp_path: pathlib.Path) -> None:
