@@ -94,13 +94,17 @@ def _resolve(section: Section, config: EngineConfig) -> None:
         choose_dtype,
         choose_page_dtype,
         choose_sampling,
+        resolve_kernels,
     )
+    from jaxserve.engine.quantize_choice import choose_quantization, describe
+    from jaxserve.models.loading import parameter_infos
     from jaxserve.models.registry import read_model_config
     from jaxserve.parallel.mesh import check_divisible, make_mesh
 
     path = resolve_model(config.model, cache_folder(), pull_missing=False)
     section.say("files", path)
-    model = read_model_config(open_checkpoint(path))
+    reader = open_checkpoint(path)
+    model = read_model_config(reader)
     section.say(
         "shape",
         f"{model.family}, {model.num_layers} layers, width {model.hidden_size}, {model.num_heads} "
@@ -108,9 +112,13 @@ def _resolve(section: Section, config: EngineConfig) -> None:
     )
     device = jax.devices()[0]
     dtype = choose_dtype(config, device.platform)
-    page_dtype = choose_page_dtype(config, dtype)
+    mesh = make_mesh(config.tensor_parallel)
+    check_divisible(model, mesh)
+    kernels = resolve_kernels(config)
+    quantization = choose_quantization(config, model, reader, mesh, dtype, kernels)
+    page_dtype = choose_page_dtype(config, dtype, quantization)
     section.say("dtype", f"{dtype.name}, KV pages {page_dtype.name}")
-    check_divisible(model, make_mesh(config.tensor_parallel))
+    section.say("weights as", describe(quantization, dtype))
     attention = choose_attention(config, model, dtype, page_dtype, device.platform)
     sampling = choose_sampling(config, model, device.platform)
     section.say("kernels", f"{attention}; {sampling}")
@@ -118,7 +126,10 @@ def _resolve(section: Section, config: EngineConfig) -> None:
     section.say("max_model_len", f"{longest} (the model's own limit: {model.max_position})")
     buckets = make_buckets(config.max_num_batched_tokens, config.max_step_rows)
     section.say("step sizes", ", ".join(str(bucket.tokens) for bucket in buckets) + " tokens")
-    _plan(section, config, model, device, (dtype, page_dtype), attention, pages_per_sequence)
+    parameters = parameter_infos(model, dtype, quantization).values()
+    weights = sum(math.prod(info.shape) * info.dtype.itemsize for info in parameters)
+    weights //= config.tensor_parallel
+    _plan(section, config, model, device, page_dtype, weights, attention, pages_per_sequence)
 
 
 def _plan(
@@ -126,18 +137,14 @@ def _plan(
     config: EngineConfig,
     model: ModelConfig,
     device: jax.Device,
-    dtypes: tuple[np.dtype, np.dtype],
+    page_dtype: np.dtype,
+    weights: int,
     attention: Choice,
     pages_per_sequence: int,
 ) -> None:
-    """Where the memory goes; dtypes: of weights and of pages."""
+    """Where the memory goes; weights: bytes on each device."""
     from jaxserve.engine.memory import NO_OVERHEAD, free_bytes, page_bytes, plan_pages
-    from jaxserve.models.loading import parameter_infos
 
-    dtype, page_dtype = dtypes
-    parameters = parameter_infos(model, dtype).values()
-    weights = sum(math.prod(info.shape) * info.dtype.itemsize for info in parameters)
-    weights //= config.tensor_parallel
     free = free_bytes(device)
     on_cpu = device.platform == "cpu"
     memory = plan_pages(

@@ -36,8 +36,8 @@ ENGINE_HELP: Mapping[str, str] = {
     "dtype": "of weights and activations: auto is float32 on a CPU, else bfloat16",
     "quantization": "how matrices are stored: none (as --dtype says), the name of a scheme such as "
     "int8_group32_a16, or auto: on a CPU 4 or 8 bits, unless --dtype is given",
-    "kv_cache_dtype": "of the KV pages: auto is that of --dtype; int8 and fp8 hold each token's head "
-    "with a scale of its own",
+    "kv_cache_dtype": "of the KV pages: auto is that of --dtype, and bfloat16 where --quantization auto "
+    "makes weights small; int8 and fp8 hold each token's head with a scale of its own",
     "max_num_seqs": "answers that grow at the same time",
     "max_num_batched_tokens": "tokens that one step computes, of all requests together",
     "max_model_len": "longest prompt and answer together, in tokens; if not given, the model's own "

@@ -257,7 +257,7 @@ def _load(config: EngineConfig, path: pathlib.Path) -> tuple[LoadedModel, Callab
     quantization = choose_quantization(
         config, model_config, reader, mesh, dtype, resolve_kernels(config)
     )
-    page_dtype = choose_page_dtype(config, dtype)
+    page_dtype = choose_page_dtype(config, dtype, quantization)
     wait_for_kernels = begin_loading_kernels(
         cache_folder() / "kernels",
         attention=choose_attention(config, model_config, dtype, page_dtype, platform),
@@ -313,10 +313,16 @@ def choose_dtype(config: EngineConfig, platform: str) -> np.dtype:
     return np.dtype(jnp.dtype(name))
 
 
-def choose_page_dtype(config: EngineConfig, dtype: np.dtype) -> np.dtype:
-    """Of the KV pages; dtype: of activations, which auto follows."""
+def choose_page_dtype(
+    config: EngineConfig, dtype: np.dtype, quantization: Quantization | None
+) -> np.dtype:
+    """Of the KV pages. auto follows `dtype`, that of activations, except where --quantization auto
+    made the weights small: half of what attention reads is left, and less is lost than by them."""
     name = config.kv_cache_dtype
-    return dtype if name == "auto" else np.dtype(jnp.dtype(KV_CACHE_DTYPES[name]))
+    if name == "auto":
+        made_small = config.quantization == "auto" and quantization is not None
+        return np.dtype(jnp.bfloat16) if made_small else dtype
+    return np.dtype(jnp.dtype(KV_CACHE_DTYPES[name]))
 
 
 def choose_context(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:

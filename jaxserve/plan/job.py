@@ -122,7 +122,7 @@ def resolve(request: PlanRequest, cache: Path) -> Job:
     check_split(model, where, config.tensor_parallel, all_devices=request.all_devices)
     platform = where.chip.platform
     dtype = choose_dtype(config, platform)
-    page_dtype = choose_page_dtype(config, dtype)
+    page_dtype = choose_page_dtype(config, dtype, None)  # auto never quantises here
     plain = parameter_infos(model, dtype)
     quantization = named_quantization(
         config,

@@ -71,7 +71,7 @@ def abstract_model(
 ) -> LoadedModel:
     """The model on a mesh, its ops chosen, every weight a shape with its sharding."""
     dtype = choose_dtype(config, platform)
-    page_dtype = choose_page_dtype(config, dtype)
+    page_dtype = choose_page_dtype(config, dtype, None)  # auto never quantises here
     kernels = resolve_kernels(config)
     quantization = named_quantization(config, model, mesh, platform, dtype, kernels)
     graphdef, state = nnx.split(make_abstract_model(model, dtype, quantization))

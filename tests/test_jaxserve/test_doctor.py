@@ -167,11 +167,12 @@ def test_settings_are_resolved_without_weights(
     )
     section = doctor_engine.look_at_model(config)
     assert section.troubles == []
-    assert value(section, "dtype") == "float32, KV pages float32"
+    assert value(section, "dtype") == "float32, KV pages bfloat16"
+    assert value(section, "weights as") == "int8_group32_a16"
     assert value(section, "max_model_len") == "300 (the model's own limit: 512)"
     assert value(section, "step sizes") == "1, 2, 4, 8, 16, 24 tokens"
-    # a page: 2 (k, v) x 2 layers x 4 heads x 16 tokens x 16 wide x 4 bytes
-    assert value(section, "KV pool").startswith(f"50 pages, {50 * 16384 / 1e6:,.0f} MB, 784 tokens")
+    # a page: 2 (k, v) x 2 layers x 4 heads x 16 tokens x 16 wide x 2 bytes
+    assert value(section, "KV pool").startswith(f"50 pages, {50 * 8192 / 1e6:,.0f} MB, 784 tokens")
     chosen = value(section, "kernels")
     reference = doctor_engine.look_at_model(EngineConfig(model=str(model), kernels="reference"))
     assert value(reference, "kernels").startswith("paged_attention: reference")
