@@ -20,6 +20,8 @@ from jaxserve.messages import BEAT_SECONDS, Beat, Goodbye, Hello, decode_from_en
 STUCK_AFTER_SECONDS = 8.0
 #: Longest time between two looks that counts: if this process itself stood still, nobody was silent.
 _LONGEST_LOOK = 0.5
+#: Seconds until an engine that was not there is greeted again.
+_GREET_AGAIN = 0.1
 
 
 class EngineWatch:
@@ -49,9 +51,11 @@ class EngineWatch:
         self._silence += min(now - self._looked, _LONGEST_LOOK)
         self._looked = now
         if now >= self._next_hello:
-            self._next_hello = now + BEAT_SECONDS
-            with contextlib.suppress(zmq.Again):  # nobody there to greet
+            try:
                 self._socket.send(encode(Hello(os.getpid())), zmq.NOBLOCK)
+                self._next_hello = now + BEAT_SECONDS
+            except zmq.Again:  # nobody there to greet yet: an engine is watched from its first moment
+                self._next_hello = now + _GREET_AGAIN
         self._read()
         if not self._was_ready:
             return None
