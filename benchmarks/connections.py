@@ -1,12 +1,14 @@
 """Many open streams at once: none lost, and what the front end adds to each token.
 
     python benchmarks/connections.py [--streams 2000] [--tokens 20] [--pause-ms 1000] [--workers 1]
+    python benchmarks/connections.py --model small --streams 256 --tokens 400
     python benchmarks/connections.py --url http://127.0.0.1:8000 --streams 256 --tokens 64
 
-Without --url the real server (`jaxserve serve`'s own processes) runs before the tests' stand-in for
-the engine, which notes when it sends each token; so the time from the engine's send to the
-client's read is the front end's, sockets and this client included. All streams are open at once:
-no stream may end before the last one has had its first event.
+With --model alone, a server of that model is started, with a slot for every stream. With neither,
+the real server (`jaxserve serve`'s own processes) runs before the tests' stand-in for the engine,
+which notes when it sends each token; so the time from the engine's send to the client's read is
+the front end's, sockets and this client included. All streams are open at once: no stream may end
+before the last one has had its first event.
 """
 
 from __future__ import annotations
@@ -90,9 +92,10 @@ async def run_clients(
     """All streams, opened as fast as the server takes them."""
     gate = asyncio.Semaphore(CONNECT_AT_ONCE)
     streams = [Stream(request_id=f"stream-{i}") for i in range(options.streams)]
+    made_up = options.url is None and model is None
     jobs = []
     for i, stream in enumerate(streams):
-        prompt = f"@pause:{options.pause_ms}@ {i}" if options.url is None else f"Number {i} is"
+        prompt = f"@pause:{options.pause_ms}@ {i}" if made_up else f"Number {i} is"
         body = {
             "prompt": prompt,
             "max_tokens": options.tokens,
@@ -147,8 +150,8 @@ def report(streams: list[Stream], added: list[float]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--url", help="a running server; if not given, one with a made-up engine")
-    parser.add_argument("--model")
+    parser.add_argument("--url", help="a running server; if not given, one is started")
+    parser.add_argument("--model", help="of the server at --url, or of one to start")
     parser.add_argument("--streams", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=20)
     parser.add_argument("--pause-ms", type=int, default=1000, help="between a stream's tokens")
@@ -158,6 +161,12 @@ def main() -> int:
         parts = urllib.parse.urlsplit(options.url)
         address = (parts.hostname or "127.0.0.1", parts.port or 80)
         return min(1, report(asyncio.run(run_clients(address, options.model, options)), []))
+    if options.model is not None:
+        from whole_server import whole_server
+
+        with whole_server(options.model, slots=options.streams) as server:
+            streams = asyncio.run(run_clients(server.address, options.model, options))
+            return min(1, report(streams, []))
     sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
     from running_server import RunningServer
 
