@@ -41,13 +41,19 @@ def read_page(*also: str, default_limit: int = DEFAULT_LIMIT) -> Page:
                 f"unknown query parameter {name[:64]!r}", param=name[:64], code="unknown_parameter"
             )
     text = arguments.get("limit", str(default_limit))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_LIMIT):
+    limit = small_whole(text)
+    if not 1 <= limit <= MAX_LIMIT:
         raise RequestError(f"limit is {text[:20]!r}; it must be 1 to {MAX_LIMIT}", param="limit")
     order = arguments.get("order", "desc")
     if order not in _ORDERS:
         raise RequestError(f"order is {order[:20]!r}; it must be asc or desc", param="order")
     after = arguments.get("after") or None
-    return Page(limit=int(text), after=after, descending=order == "desc")
+    return Page(limit=limit, after=after, descending=order == "desc")
+
+
+def small_whole(text: str) -> int:
+    """The number that `text` is; 0 for what is none of at most nine digits."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
 
 
 def list_body(items: Sequence[dict[str, Any]], page: Page) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from werkzeug.formparser import FormDataParser
 from jaxserve.errors import RequestError
 from server.batches.files import KEPT_SECONDS, FileStore, new_file_id
 from server.described import BYTES, Description, described
-from server.paging import PAGE_QUERY, list_body, read_page
+from server.paging import PAGE_QUERY, list_body, read_page, small_whole
 from server.services import Services
 from server.storage import named_errors
 from server.tenant import current_tenant
@@ -200,7 +200,7 @@ def _kept_seconds(form: MultiDict[str, str]) -> int:
         return KEPT_SECONDS
     if anchor != "created_at":
         raise RequestError("expires_after[anchor] must be created_at", param="expires_after")
-    return check_kept_seconds(int(text) if text and text.isascii() and text.isdigit() else 0)
+    return check_kept_seconds(small_whole(text or ""))
 
 
 def check_kept_seconds(seconds: int) -> int:

@@ -392,3 +392,15 @@ def test_a_line_waits_for_an_engine_that_is_away(tmp_path: pathlib.Path, monkeyp
     counts = web.get(f"/v1/batches/{batch_id}").get_json()["request_counts"]
     assert counts == {"total": 2, "completed": 2, "failed": 0}
     assert away == [0]
+
+
+def test_numbers_of_thousands_of_digits_are_refused(app: Any) -> None:
+    """Python reads no number of more than 4,300 digits, and says so by an exception."""
+    web = app.test_client()
+    for digits in ("0" * 8 + "1" + "9" * 5000, "9" * 12, "000000001999"):
+        for path in ("/v1/files", "/v1/batches"):
+            answer = web.get(f"{path}?limit={digits}")
+            assert (answer.status_code, answer.get_json()["error"]["param"]) == (400, "limit")
+        form = {"expires_after[anchor]": "created_at", "expires_after[seconds]": digits}
+        answer = upload(web, b"{}", **form)
+        assert (answer.status_code, answer.get_json()["error"]["param"]) == (400, "expires_after")
