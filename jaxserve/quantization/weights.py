@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxserve.parallel.mesh import LOGICAL_RULES, TENSOR_AXIS, spec
+from jaxserve.parallel.mesh import LOGICAL_RULES, TENSOR_AXIS, spec, tensor_parallel_size
 from pallas_kernels.quantized_matmul import api
 from pallas_kernels.quantized_matmul.scheme import QuantizedWeight, Scheme
 
@@ -55,12 +55,13 @@ def multiply(
     x: jax.Array, weight: QuantizedWeight, out_axis: str, in_axis: str, form: WeightFormat
 ) -> jax.Array:
     """x [T, in] times weight [out, in] transposed: float32 [T, out], summed over devices if need be."""
+    several = tensor_parallel_size(form.mesh) > 1  # a sum over one is a copy
 
     def product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
         out = api.quantized_matmul(
             x, weight, form.scheme, out_dtype=jnp.float32, implementation=form.implementation
         )
-        return _sum_over_devices(out) if is_split(in_axis) else out
+        return _sum_over_devices(out) if is_split(in_axis) and several else out
 
     out: jax.Array = jax.shard_map(
         product,

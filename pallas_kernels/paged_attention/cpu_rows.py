@@ -30,8 +30,9 @@ from pallas_kernels.paged_attention.cpu_pages import PageFormat, load_numbers
 ADDRESS, SIZE = types.intp, types.intp
 #: Rows that share one pass over the keys or values: sums must fit into 16 registers.
 PASS_ROWS = 4
-#: Positions whose products run side by side, and vectors of a value in one pass.
-PAIR, VALUE_VECTORS = 2, 2
+#: Positions whose products run side by side (AVX-512 has twice the registers), and vectors of a
+#: value in one pass.
+SIDE_BY_SIDE, VALUE_VECTORS = (4 if LANES == 16 else 2), 2
 ROW_BYTES = 4 * BLOCK
 
 
@@ -52,10 +53,10 @@ def _make_score_tile(pages: PageFormat, rows: int) -> Any:
         queries = [offset(b, q, row, b.mul(head_size, vectors.int64(4))) for row in range(rows)]
         sums: list[list[Any]] = [[] for _ in range(rows)]
         asked = 0
-        for first in range(0, LANES, PAIR):
-            pair = [[variable(e) for _ in range(PAIR)] for _ in range(rows)]
-            starts = [offset(b, k, first + i, key_bytes) for i in range(PAIR)]
-            upto = lines * (first + PAIR) // LANES
+        for first in range(0, LANES, SIDE_BY_SIDE):
+            together = [[variable(e) for _ in range(SIDE_BY_SIDE)] for _ in range(rows)]
+            starts = [offset(b, k, first + i, key_bytes) for i in range(SIDE_BY_SIDE)]
+            upto = lines * (first + SIDE_BY_SIDE) // LANES
             with vectors.loop(b, chunks) as chunk:
                 for line in range(asked, upto):
                     place = b.add(b.mul(chunks, vectors.int64(line)), chunk)
@@ -64,12 +65,12 @@ def _make_score_tile(pages: PageFormat, rows: int) -> Any:
                     load_numbers(e, pages, offset(b, start, chunk, LANES * pages.bytes))
                     for start in starts
                 ]
-                for query, row in zip(queries, pair, strict=True):
+                for query, row in zip(queries, together, strict=True):
                     numbers = e.load(offset(b, query, chunk, VECTOR_BYTES))
                     for key, total in zip(keys, row, strict=True):
                         b.store(e.muladd(key, numbers, b.load(total)), total)
             asked = upto
-            for row, total in zip(sums, pair, strict=True):
+            for row, total in zip(sums, together, strict=True):
                 row += total
         for i, row in enumerate(sums):
             scores = e.sum_each([b.load(total) for total in row])
