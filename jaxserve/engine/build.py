@@ -49,6 +49,7 @@ from jaxserve.engine.memory import (
     plan_pages,
 )
 from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.engine.page_memory import PageMemory
 from jaxserve.engine.product_choice import choose_float_products
 from jaxserve.engine.program_store import ProgramStore
 from jaxserve.engine.quantize_choice import choose_quantization, describe
@@ -92,11 +93,12 @@ def make_engine(
     path = model if model is not None else resolve_model(config.model, cache_folder())
     grammars = _make_grammars(path)
     threading.Thread(target=grammars.prepare, name="vocabulary", daemon=True).start()
-    device, report = make_device(config, path, hosts)
+    memory = PageMemory()
+    device, report = make_device(config, path, hosts, memory)
     runner = DeviceRunner(device, _runner_shape(config, report))
     runner.warm_up()
     return_freed_memory()
-    engine = _put_together(config, runner, report, grammars)
+    engine = _put_together(config, runner, report, grammars, memory)
     grammars.prepare()  # it keeps the interpreter's lock, and must not do so once there are answers
     log_report(report)
     report.compilation.mark_ready()
@@ -104,11 +106,14 @@ def make_engine(
 
 
 def make_device(
-    config: EngineConfig, model: pathlib.Path | None = None, hosts: Hosts | None = None
+    config: EngineConfig,
+    model: pathlib.Path | None = None,
+    hosts: Hosts | None = None,
+    page_memory: PageMemory | None = None,
 ) -> tuple[Device, EngineReport]:
     """The device's side of an engine, loaded and compiled: all that a follower needs.
 
-    Arguments and errors as of `make_engine`.
+    page_memory: follows the pool. Other arguments and errors as of `make_engine`.
     """
     hosts = hosts or OneHost()
     config.validate()
@@ -146,6 +151,8 @@ def make_device(
         store = _open_store(maker, kernels)
         programs = maker.make_programs(buckets, store)
     make_state = device_state_maker(config, device, memory.num_pages)
+    if page_memory is not None:
+        make_state = page_memory.following(make_state, device.config.num_layers)
     report = EngineReport(
         model=device.config,
         model_name=config.model_name,
@@ -201,10 +208,14 @@ def _runner_shape(config: EngineConfig, report: EngineReport) -> RunnerShape:
 
 
 def _put_together(
-    config: EngineConfig, runner: DeviceRunner, report: EngineReport, grammars: Grammars
+    config: EngineConfig,
+    runner: DeviceRunner,
+    report: EngineReport,
+    grammars: Grammars,
+    memory: PageMemory,
 ) -> Engine:
     scheduler = Scheduler(
-        PagePool(report.memory.num_pages, config.page_size),
+        PagePool(report.memory.num_pages, config.page_size, on_growth=memory.expect),
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_num_batched_tokens,
         prefix_caching=config.prefix_caching,

@@ -9,7 +9,7 @@ to nobody.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class PagePool:
@@ -19,10 +19,15 @@ class PagePool:
     nothing. Pages must be freed as often as they were allocated or shared.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, *, on_growth: Callable[[int], None] | None = None
+    ) -> None:
+        """on_growth: is told the highest id handed out so far, whenever that grows."""
         assert num_pages >= 2, "the pool needs the trash page and at least one other"
         self.num_pages = num_pages
         self.page_size = page_size
+        self._on_growth = on_growth
+        self._highest = 0
         self._free = list(range(num_pages - 1, 0, -1))
         self._references = [0] * num_pages
         self._hash_of: dict[int, bytes] = {}
@@ -57,6 +62,10 @@ class PagePool:
             page = self._free.pop() if self._free else self._evict()
             self._references[page] = 1
             pages.append(page)
+        if pages and (highest := max(pages)) > self._highest:
+            self._highest = highest
+            if self._on_growth is not None:
+                self._on_growth(highest)
         return pages
 
     def free(self, pages: Sequence[int]) -> None:

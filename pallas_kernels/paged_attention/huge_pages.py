@@ -8,13 +8,16 @@ says no, everything works as before.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 
 import jax
 
-_HUGE_BYTES = 2 * 1024 * 1024
-# <linux/mman.h>: from now on; and, since Linux 6.1, at once for memory in use.
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+#: Bytes of a huge page.
+HUGE_BYTES = 2 * 1024 * 1024
+# <linux/mman.h>: from now on; since Linux 5.14, memory as writing takes it, without writing; and,
+# since Linux 6.1, at once for memory in use.
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
 
 
 def use(array: jax.Array, *, filled: bool = True) -> int:
@@ -32,8 +35,8 @@ def use(array: jax.Array, *, filled: bool = True) -> int:
             continue
         shard.data.block_until_ready()
         address = shard.data.unsafe_buffer_pointer()
-        start = -(-address // _HUGE_BYTES) * _HUGE_BYTES
-        size = (address + shard.data.nbytes) // _HUGE_BYTES * _HUGE_BYTES - start
+        start = -(-address // HUGE_BYTES) * HUGE_BYTES
+        size = (address + shard.data.nbytes) // HUGE_BYTES * HUGE_BYTES - start
         if size <= 0:
             continue
         place, length = ctypes.c_void_p(start), ctypes.c_size_t(size)
@@ -42,3 +45,15 @@ def use(array: jax.Array, *, filled: bool = True) -> int:
                 library.madvise(place, length, _MADV_COLLAPSE)
             granted += size
     return granted
+
+
+def populate(address: int, size: int) -> bool:
+    """Memory for [address, address + size), what it holds unchanged; False if the system cannot.
+
+    Takes as long as the system needs to clear it; other threads go on.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    place, length = ctypes.c_void_p(start), ctypes.c_size_t(address + size - start)
+    return int(ctypes.CDLL(None).madvise(place, length, _MADV_POPULATE_WRITE)) == 0
