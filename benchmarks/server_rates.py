@@ -58,7 +58,7 @@ def commands(options: argparse.Namespace, port: int) -> dict[str, list[str]]:
     peers = Peers(folder=options.peers)
     ours = [sys.executable, "-m", "jaxserve.cli.main", "serve", "--model", peers.gguf("q4_1")]
     ours += ["--served-name", NAME, "--port", str(port), "--log-level", "warning"]
-    theirs = [peers.path("vllm", "bin", "vllm"), "serve", peers.hugging_face]
+    theirs = [*peers.vllm, "serve", peers.hugging_face]
     theirs += ["--served-model-name", NAME, "--port", str(port), "--dtype", "bfloat16"]
     theirs += ["--max-model-len", "8192", "--max-num-seqs", "64"]
     return {
@@ -128,7 +128,7 @@ def measure(options: argparse.Namespace, port: int, rate: float, folder: str) ->
     """One run of the client."""
     peers = Peers(folder=options.peers)
     count = max(_LEAST_PROMPTS, round(rate * options.seconds))
-    command = [peers.path("vllm", "bin", "vllm"), "bench", "serve", "--backend", "openai"]
+    command = [*peers.vllm, "bench", "serve", "--backend", "openai"]
     command += ["--endpoint", "/v1/completions", "--base-url", f"http://127.0.0.1:{port}"]
     command += ["--model", NAME, "--tokenizer", peers.hugging_face, "--ignore-eos"]
     command += ["--dataset-name", "random", "--random-input-len", str(options.input_len)]

@@ -11,6 +11,19 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m-instruct"
+_VLLM_COMMAND = """
+import importlib.metadata as metadata
+version = metadata.version
+def version_of(name):
+    try:
+        return version(name)
+    except metadata.PackageNotFoundError:
+        return version(name + "-cpu")
+metadata.version = version_of
+from vllm.entrypoints.cli.main import main
+if __name__ == "__main__":
+    main()
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +42,12 @@ class Peers:
     def gguf(self, kind: str) -> str:
         """The model as GGUF: q4_1, q8_0 or bf16."""
         return self.path("models", "gguf", f"{MODEL}-{kind}.gguf")
+
+    @property
+    def vllm(self) -> list[str]:
+        """vLLM's command. Its build for CPUs has a name of its own, by which its command must look
+        for its version."""
+        return [self.path("vllm", "bin", "python"), "-c", _VLLM_COMMAND]
 
     @property
     def hugging_face(self) -> str:

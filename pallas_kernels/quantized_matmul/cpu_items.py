@@ -44,7 +44,9 @@ call_at = record_at(CALL)
 CALL_BYTES = CALL.itemsize
 
 #: Rows from which a block of columns is unpacked to int16 first, and the columns of such a block.
-MANY_ROWS: Mapping[Instructions, int] = {"avx512": 1000, "avx2": 12, "portable": 12}
+#: With AVX-512 a tile of 12 rows hides unpacking: storing what was unpacked takes longer.
+NEVER = 2**62
+MANY_ROWS: Mapping[Instructions, int] = {"avx512": NEVER, "avx2": 12, "portable": 12}
 PAIR_COLUMNS = 512
 #: Rows of the tiles, by what registers hold; the first reads what was unpacked for it, if that is
 #: worth it.
