@@ -18,7 +18,7 @@ def version_of(name):
     try:
         return version(name)
     except metadata.PackageNotFoundError:
-        return version(name + "-cpu")
+        return version(name + "-cpu") + "+cpu"
 metadata.version = version_of
 from vllm.entrypoints.cli.main import main
 if __name__ == "__main__":
