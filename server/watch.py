@@ -54,7 +54,8 @@ class EngineWatch:
             try:
                 self._socket.send(encode(Hello(os.getpid())), zmq.NOBLOCK)
                 self._next_hello = now + BEAT_SECONDS
-            except zmq.Again:  # nobody there to greet yet: an engine is watched from its first moment
+            except zmq.Again:
+                # Nobody is there to greet yet; an engine is to be watched from its first moment.
                 self._next_hello = now + _GREET_AGAIN
         self._read()
         if not self._was_ready:
