@@ -1,4 +1,4 @@
-"""Reading a request's body: its type, its size and its pace are checked before it is parsed."""
+"""Reading a request's body: its type, coding, size and pace are checked before it is parsed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import flask
 import gevent
+from gunicorn.http.body import Body as GunicornBody
 from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import (
     RequestEntityTooLarge,
@@ -38,14 +39,36 @@ def read_json(kind: type[AnyBody], max_bytes: int) -> AnyBody:
         raise UnsupportedMediaType(
             f"the content type is {mimetype[:100] or 'missing'!r}; send application/json"
         )
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.lower() != "identity":
-        raise UnsupportedMediaType(
-            f"the content encoding is {encoding[:40]!r}; send the body as it is"
-        )
+    check_coding()
     data = _read(max_bytes)
     mark("body_read")
     return decode_body(data, kind)
+
+
+def check_coding() -> None:
+    """Raises werkzeug's 415 error for a compressed body: none is ever unpacked here."""
+    headers = flask.request.headers
+    for name, plain in (("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked")):
+        coding = headers.get(name, plain)
+        if coding.lower() != plain:
+            raise UnsupportedMediaType(
+                f"the {name.replace('-', ' ').lower()} is {coding[:40]!r}; send the body as it is"
+            )
+
+
+def read_piece(size: int) -> bytes:
+    """At most `size` more bytes of the current request's body. Raises RequestError."""
+    try:
+        return flask.request.stream.read(size)
+    except (OSError, ParseException):
+        raise RequestError("the body could not be read", code="invalid_body") from None
+    except gevent.Timeout:
+        # A chunk was left in its middle, so what comes next on this connection is no request.
+        # gunicorn closes it for every Exception, which this is not.
+        body = flask.request.environ["wsgi.input"]
+        if isinstance(body, GunicornBody):
+            body.failed = True
+        raise
 
 
 def _read(max_bytes: int) -> bytes:
@@ -53,7 +76,7 @@ def _read(max_bytes: int) -> bytes:
     timeout.start()
     try:
         chunks, size = [], 0
-        while chunk := flask.request.stream.read(_CHUNK):
+        while chunk := read_piece(_CHUNK):
             size += len(chunk)
             if size <= max_bytes:
                 chunks.append(chunk)
@@ -61,8 +84,6 @@ def _read(max_bytes: int) -> bytes:
                 chunks.clear()
             if size > _MAX_DISCARDED:
                 break
-    except (OSError, ParseException):
-        raise RequestError("the body could not be read", code="invalid_body") from None
     except gevent.Timeout as expired:
         if expired is not timeout:
             raise
@@ -71,4 +92,7 @@ def _read(max_bytes: int) -> bytes:
         timeout.close()
     if size > max_bytes:
         raise RequestEntityTooLarge(f"the body is larger than {max_bytes} bytes")
+    announced = flask.request.content_length
+    if announced is not None and size < announced:
+        raise RequestError(f"the body ended after {size} of {announced} bytes", code="invalid_body")
     return b"".join(chunks)

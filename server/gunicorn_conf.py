@@ -24,6 +24,7 @@ timeout = 60  # a worker whose loop stands still for so long is replaced
 # The drain ends streams that are still open at its deadline; this only has to come later.
 graceful_timeout = int(_settings.server.drain_seconds) + 3
 preload_app = False  # the ZeroMQ context and gevent's patches belong into the worker
+forwarder_headers = ""  # no header moves the application to another path, whoever sends it
 control_socket_disable = True  # gunicorn would write a socket into the home folder
 worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
 loglevel = "debug" if _settings.server.log_level == "debug" else "warning"

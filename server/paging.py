@@ -34,12 +34,8 @@ def read_page(*also: str, default_limit: int = DEFAULT_LIMIT) -> Page:
 
     Raises RequestError naming what is wrong or unknown.
     """
+    check_query(*PAGE_QUERY, *also)
     arguments = flask.request.args
-    for name in arguments:
-        if name not in (*PAGE_QUERY, *also):
-            raise RequestError(
-                f"unknown query parameter {name[:64]!r}", param=name[:64], code="unknown_parameter"
-            )
     text = arguments.get("limit", str(default_limit))
     limit = small_whole(text)
     if not 1 <= limit <= MAX_LIMIT:
@@ -49,6 +45,15 @@ def read_page(*also: str, default_limit: int = DEFAULT_LIMIT) -> Page:
         raise RequestError(f"order is {order[:20]!r}; it must be asc or desc", param="order")
     after = arguments.get("after") or None
     return Page(limit=limit, after=after, descending=order == "desc")
+
+
+def check_query(*known: str) -> None:
+    """Raises RequestError for a parameter of the query that is none of `known`."""
+    for name in flask.request.args:
+        if name not in known:
+            raise RequestError(
+                f"unknown query parameter {name[:64]!r}", param=name[:64], code="unknown_parameter"
+            )
 
 
 def small_whole(text: str) -> int:

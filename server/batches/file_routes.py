@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import flask
 import gevent
@@ -20,6 +20,7 @@ from werkzeug.formparser import FormDataParser
 
 from jaxserve.errors import RequestError
 from server.batches.files import KEPT_SECONDS, FileStore, new_file_id
+from server.body import check_coding, read_piece
 from server.described import BYTES, Description, described
 from server.paging import PAGE_QUERY, list_body, read_page, small_whole
 from server.services import Services
@@ -115,6 +116,7 @@ def _receive(files: FileStore, file_id: str, max_bytes: int) -> tuple[MultiDict[
         raise UnsupportedMediaType(
             f"the content type is {request.mimetype[:100] or 'missing'!r}; send multipart/form-data"
         )
+    check_coding()
     begun: list[IO[bytes]] = []
 
     def begin(
@@ -154,6 +156,14 @@ def _receive(files: FileStore, file_id: str, max_bytes: int) -> tuple[MultiDict[
             file.close()
 
 
+class _Arriving:
+    """The body, whose breaking off is the client's doing and not, like other OSErrors, the disk's."""
+
+    def read(self, size: int = -1) -> bytes:
+        """What the form's parser asks for. Raises RequestError."""
+        return read_piece(size)
+
+
 def _parse(parser: FormDataParser, max_bytes: int) -> tuple[MultiDict[str, str], Any]:
     request = flask.request
     try:
@@ -162,10 +172,15 @@ def _parse(parser: FormDataParser, max_bytes: int) -> tuple[MultiDict[str, str],
             named_errors(),
         ):
             _, form, sent = parser.parse(
-                request.stream, request.mimetype, request.content_length, request.mimetype_params
+                cast("IO[bytes]", _Arriving()),
+                request.mimetype,
+                request.content_length,
+                request.mimetype_params,
             )
     except RequestEntityTooLarge:
-        raise RequestEntityTooLarge(f"the file is larger than {max_bytes} bytes") from None
+        raise RequestEntityTooLarge(
+            f"the form holds more than a file of {max_bytes} bytes and the few fields that go with it"
+        ) from None
     except (ValueError, ParseException) as error:
         if isinstance(error, HTTPException):
             raise

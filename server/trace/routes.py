@@ -11,6 +11,7 @@ import msgspec
 from jaxserve.errors import NotFoundError, RequestError
 from server.access.gate import current_caller
 from server.described import Description, described
+from server.paging import check_query
 from server.services import Services
 from server.trace.chrome import chrome_trace
 
@@ -27,6 +28,7 @@ def trace_blueprint(services: Services) -> flask.Blueprint:
     @blueprint.get("/v1/requests")
     def list_requests() -> dict[str, Any]:
         """The last requests, newest first: what a trace says of them, without its steps."""
+        check_query()
         data = []
         for trace in _find(services, "1", (), MAX_LISTED):
             data.append({k: v for k, v in trace.items() if k not in ("steps", "answers")})
@@ -36,6 +38,7 @@ def trace_blueprint(services: Services) -> flask.Blueprint:
     @described(Description(query={"format": {"type": "string", "enum": FORMATS}}))
     def request_trace(request_id: str) -> flask.Response:
         """A request's trace: as JSON, or as Chrome's trace events (`format=chrome`)."""
+        check_query("format")
         wanted = flask.request.args.get("format", "json")
         if wanted not in FORMATS:
             raise RequestError(
