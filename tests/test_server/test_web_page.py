@@ -128,6 +128,8 @@ def test_chat_streams_stops_and_shows_where_the_time_went(page: Any) -> None:
     page.keyboard.press("Escape")
     wait_until(lambda: page.locator(".facts").count() == 2, 20)
     assert "stopped" in page.locator(".facts").nth(1).inner_text()
+    # The page says so when it has hung up; the server and the engine hear of it later.
+    wait_until(lambda: page.server.engine_events("abort"), 20)
     aborted = page.server.engine_events("abort")
     assert len(aborted) == 1
     assert aborted[0]["made"] < 100
