@@ -26,6 +26,7 @@ RETRY_AFTER_SECONDS = 1
 CLIENT_LEFT = 499
 #: In place of werkzeug's sentences, which speak of pages and servers.
 _HTTP_MESSAGES = {
+    400: "this is no request of HTTP/1.1 that is understood here; websockets are not spoken",
     404: "there is no such path here; GET / lists the routes",
     405: "this path does not take that method; GET / lists the routes",
 }
@@ -45,7 +46,9 @@ def error_body(error: Exception) -> dict[str, dict[str, str | None]]:
     elif isinstance(error, EngineError):
         kind, code = "server_error", "engine_error" if error.status == 500 else "unavailable"
     elif isinstance(error, HTTPException):
-        message = _HTTP_MESSAGES.get(error.code or 500) or error.description or error.name
+        own = error.description != type(error).description
+        theirs = error.description or error.name
+        message = theirs if own else _HTTP_MESSAGES.get(error.code or 500, theirs)
         code = error.name.lower().replace(" ", "_")
     else:
         message, kind, code = "internal error; the server's log says more", "server_error", None
