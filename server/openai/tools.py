@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from typing import Any
 
 from jaxserve.errors import RequestError
-from jaxserve.request import Grammar
-from jaxserve.structured.grammars import json_part, lark_grammar, quoted
-from jaxserve.tokenizer.protocol import Tokenizer
 from server.openai.schema import ChatBody
 from server.openai.tools_formats import LLAMA3, ToolFormat
 
 MAX_TOOLS = 128
-#: Calls in one answer that a grammar writes.
-MAX_CALLS = 16
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Json = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ToolsAsked:
-    """tools: as the template gets them. choice: auto, required, or the name of the one to call."""
+    """tools: as the template gets them. choice: auto, required, or the name of the one to call.
+
+    strict: names of those whose arguments must be valid for their schema wherever they are called.
+    """
 
     tools: list[Json]
     choice: str
     parallel: bool
     named: bool = False
+    strict: frozenset[str] = frozenset()
 
     @property
     def names(self) -> frozenset[str]:
@@ -61,7 +59,13 @@ def read_tools(body: ChatBody) -> ToolsAsked | None:
     if choice == "none" or not checked:
         return None
     return ToolsAsked(
-        tools=checked, choice=choice, parallel=body.parallel_tool_calls is not False, named=named
+        tools=checked,
+        choice=choice,
+        parallel=body.parallel_tool_calls is not False,
+        named=named,
+        strict=frozenset(
+            name for name, tool in zip(names, tools, strict=True) if tool["function"].get("strict")
+        ),
     )
 
 
@@ -113,58 +117,6 @@ def _choice(choice: Any, names: list[str]) -> tuple[str, bool]:
     if name not in names:
         raise _wrong("tool_choice", f"names {name[:64]!r}, which is none of the tools")
     return name, True
-
-
-def tools_grammar(asked: ToolsAsked, form: ToolFormat, tokenizer: Tokenizer) -> Grammar:
-    """Answers that are calls as `asked` wants them, with arguments valid for the tool's schema.
-
-    Raises RequestError naming a schema that cannot be enforced.
-    """
-    form = asked.format(form)
-    rules = []
-    for number, tool in enumerate(asked.tools):
-        function = tool["function"]
-        if asked.named and function["name"] != asked.choice:
-            continue
-        schema = json_part(_arguments_schema(function["parameters"]), "tools")
-        rules.append((f"call{number}", function["name"], schema))
-    several = asked.parallel and not asked.named
-    more = f"({form.between} call){{0,{MAX_CALLS - 1}}}" if several else ""
-    lines = [
-        f"start: {with_tokens(form.lead, form, tokenizer)} call {more} {form.end}",
-        "call: " + " | ".join(rule for rule, _, _ in rules),
-    ]
-    for rule, name, schema in rules:
-        body = with_tokens(form.call, form, tokenizer).replace("{name}", name)
-        lines.append(f"{rule}: {body.replace('{arguments}', f'{rule}_arguments')}")
-        lines.append(f"{rule}_arguments: %json {_json(schema)}")
-    return lark_grammar("\n".join(lines), "tools")
-
-
-def with_tokens(lark: str, form: ToolFormat, tokenizer: Tokenizer) -> str:
-    """`lark` with a format's markers as special tokens, where they are that, or as text."""
-    for marker in form.markers:
-        lark = lark.replace(marker, token_or_text(marker, tokenizer))
-    return lark
-
-
-def token_or_text(text: str, tokenizer: Tokenizer) -> str:
-    """How Lark refers to a marker."""
-    token = tokenizer.id_of(text)
-    special = token is not None and token in tokenizer.special_ids
-    return f"<[{token}]>" if special else quoted(text)
-
-
-def _arguments_schema(parameters: Json) -> Json:
-    """Arguments are an object, and without a word about it none that is not listed."""
-    schema = {"type": "object", **parameters}
-    if "additionalProperties" not in schema and "properties" in schema:
-        schema["additionalProperties"] = False
-    return schema
-
-
-def _json(schema: Json) -> str:
-    return json.dumps(schema, ensure_ascii=False)
 
 
 def _wrong(param: str, what: str) -> RequestError:

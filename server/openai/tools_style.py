@@ -14,8 +14,9 @@ from jaxserve.tokenizer.protocol import Tokenizer
 from server.openai.reasoning import CLOSE, OPEN, find_thinking
 from server.openai.schema import ChatBody
 from server.openai.structured import read_grammar
-from server.openai.tools import Json, read_tools, token_or_text, tools_grammar
+from server.openai.tools import Json, read_tools
 from server.openai.tools_formats import find_format
+from server.openai.tools_grammars import forced_calls, free_calls, token_or_text
 from server.openai.tools_message import MessageStyle
 
 
@@ -87,7 +88,8 @@ def answer_grammar(
     config: ServerConfig,
     style: MessageStyle | None,
 ) -> Grammar | None:
-    """The form of the answer: that of the body, or calls where they must come; after thoughts.
+    """The form of the answer: that of the body, or that of calls which must come or are strict;
+    after thoughts.
 
     Raises RequestError.
     """
@@ -101,13 +103,17 @@ def answer_grammar(
             )
         form = find_format(template, config.tool_parser)
         assert form is not None, "offered_tools has refused it"
-        grammar = tools_grammar(asked, form, tokenizer)
+        grammar = forced_calls(asked, form, tokenizer)
     elif asked is not None and grammar is not None:
         raise RequestError(
             f"{grammar.param} cannot be combined with tools that may be called; "
             'set tool_choice to "none"',
             param=grammar.param,
         )
+    elif asked is not None and asked.strict:
+        form = find_format(template, config.tool_parser)
+        assert form is not None, "offered_tools has refused it"
+        grammar = free_calls(asked, form, tokenizer)
     if grammar is None or style is None or style.thinking is None or style.thinking.done:
         return grammar
     opening, closing = (token_or_text(marker, tokenizer) for marker in (OPEN, CLOSE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from typing import Any
@@ -22,8 +23,9 @@ from jaxserve.structured.matcher import Grammars
 from jaxserve.structured.vocabulary import make_vocabulary
 from server.app import create_app
 from server.openai.reasoning import Thinking
-from server.openai.tools import ToolsAsked, tools_grammar
+from server.openai.tools import ToolsAsked
 from server.openai.tools_formats import FORMATS
+from server.openai.tools_grammars import forced_calls, free_calls
 from server.openai.tools_message import MessageStyle, join_deltas
 
 CHAT = "/v1/chat/completions"
@@ -44,6 +46,8 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 NAMES = frozenset({"weather", "now"})
+#: Stands for a special token's text, spelt by other tokens.
+TURN_AS_TEXT = "(turn)"
 HERMES_TWO = (
     'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "O\\"}slo{", "days": 1}}\n'
     '</tool_call>\n<tool_call>{"name":"now","arguments":{}}</tool_call>'
@@ -221,7 +225,7 @@ def test_forced_calls_are_valid_whatever_the_model_wants(name: str, choice: str)
     ]
     asked = ToolsAsked(tools=tools, choice=choice, parallel=True, named=choice == "weather")
     form = asked.format(FORMATS[name])
-    grammar = tools_grammar(asked, FORMATS[name], tokenizer)
+    grammar = forced_calls(asked, FORMATS[name], tokenizer)
     style = MessageStyle(tools=form, names=asked.names)
     for seed in range(4):
         text = random_answer(compiled, grammar, seed)
@@ -239,8 +243,157 @@ def test_forced_calls_are_valid_whatever_the_model_wants(name: str, choice: str)
                 assert choice == "required"
 
 
-def random_answer(compiled: Grammars, grammar: Grammar, seed: int) -> str:
-    rng, matcher, data = random.Random(seed), compiled.matcher(grammar), bytearray()
+STRICT = [
+    {"type": "function", "function": {"parameters": {}, **tool["function"]}} for tool in TOOLS
+]
+OPENED = dataclasses.replace(  # with an opening that is a token of its own
+    FORMATS["hermes"],
+    opening="<turn>",
+    call=FORMATS["hermes"].call.replace("<tool_call>", "<turn>"),
+)
+GOOD = '{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}'
+BAD = GOOD.replace("2", "3")
+HERMES_GOOD, HERMES_BAD = (f"<tool_call>\n{call}\n</tool_call>" for call in (GOOD, BAD))
+LLAMA_GOOD, LLAMA_BAD = (call.replace("arguments", "parameters") for call in (GOOD, BAD))
+NOW = '{"name": "now", "arguments": {"z": [1]}}'
+#: convention -> answers that may be, and answers that may not, with weather strict and now not.
+STRICT_ANSWERS: dict[str, tuple[list[str], list[str]]] = {
+    "hermes": (
+        [
+            *("", "Just text, 1 < 2 <tool_ca", HERMES_GOOD, f"Let me see.\n{HERMES_GOOD}"),
+            f"{HERMES_GOOD}\n<tool_call>\n{NOW}\n</tool_call> That is all <tool",
+        ],
+        [
+            *(HERMES_BAD, f"Hm {HERMES_BAD}", f"{HERMES_GOOD} {HERMES_BAD}", "<tool_call>x"),
+            *(f"<tool_call>{GOOD}", "<tool_call>", HERMES_GOOD.replace("weather", "nope")),
+        ],
+    ),
+    "llama3_json": (
+        [
+            *("", "Hello {", " \n text", LLAMA_GOOD, f"<|python_tag|>{LLAMA_GOOD}"),
+            LLAMA_GOOD + "; " + NOW.replace("arguments", "parameters"),
+        ],
+        [
+            *(LLAMA_BAD, f" {LLAMA_GOOD}", f"\x1c{LLAMA_BAD}", "{", '{"a": 1} is JSON'),
+            *("<|python_tag|>text", f" <|python_tag|>{LLAMA_BAD}", f"{LLAMA_GOOD}; {LLAMA_BAD}"),
+        ],
+    ),
+    "mistral": (
+        ["", "Hi [TOOL", f"[TOOL_CALLS][{GOOD}]", f"So: [TOOL_CALLS][{GOOD}, {NOW}]"],
+        [f"[TOOL_CALLS][{BAD}]", f"Hi [TOOL_CALLS][{NOW}, {BAD}]", "[TOOL_CALLS]x"],
+    ),
+    "mistral_args": (
+        ["Hi", '[TOOL_CALLS]weather[ARGS]{"city": "a", "days": 1}[TOOL_CALLS]now[ARGS]{"b": {}}'],
+        ['[TOOL_CALLS]weather[ARGS]{"city": "a"}', "x[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]nope[A"],
+    ),
+    "opened": (
+        ["", "text", HERMES_GOOD.replace("<tool_call>", "<turn>") + " and"],
+        [HERMES_BAD.replace("<tool_call>", "<turn>"), f"{TURN_AS_TEXT}x"],
+    ),
+}
+
+
+def free(name: str, *, parallel: bool = True) -> tuple[Grammars, Grammar]:
+    """What holds the strict weather and the free now, where calls are optional."""
+    tokenizer = ByteTokenizer()
+    asked = ToolsAsked(
+        tools=STRICT, choice="auto", parallel=parallel, strict=frozenset({"weather"})
+    )
+    form = OPENED if name == "opened" else FORMATS[name]
+    compiled = Grammars(lambda: make_vocabulary(tokenizer, 260, tokenizer.eos_ids), 260)
+    return compiled, free_calls(asked, form, tokenizer)
+
+
+def may_be(compiled: Grammars, grammar: Grammar, text: str) -> bool:
+    """Whether an answer of this text may come, and may end."""
+    matcher = compiled.matcher(grammar)
+    plain = text.replace(TURN_AS_TEXT, "\0")
+    ids = ByteTokenizer().encode(plain, parse_special=True, add_bos=False)
+    turn = list(b"<turn>")
+    for token in [part for each in ids for part in (turn if each == 0 else [each])]:
+        if matcher.finished or not _allowed(matcher, token):
+            return False
+        matcher.advance(token)
+    return matcher.finished or _allowed(matcher, EOS)
+
+
+def _allowed(matcher: Any, token: int) -> bool:
+    return bool(matcher.mask[token // 32] >> (token % 32) & 1)
+
+
+@pytest.mark.parametrize("name", sorted(STRICT_ANSWERS))
+def test_strict_tools_are_held_where_calls_are_optional(name: str) -> None:
+    compiled, grammar = free(name)
+    good, bad = STRICT_ANSWERS[name]
+    assert [text for text in good if not may_be(compiled, grammar, text)] == []
+    assert [text for text in bad if may_be(compiled, grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "two"),
+    [
+        ("hermes", HERMES_GOOD, HERMES_GOOD + HERMES_GOOD),
+        ("llama3_json", LLAMA_GOOD, f"{LLAMA_GOOD}; {LLAMA_GOOD}"),
+        ("mistral", f"[TOOL_CALLS][{GOOD}]", f"[TOOL_CALLS][{GOOD}, {GOOD}]"),
+    ],
+)
+def test_one_strict_call_where_they_may_not_be_parallel(name: str, one: str, two: str) -> None:
+    compiled, grammar = free(name, parallel=False)
+    assert may_be(compiled, grammar, one)
+    assert not may_be(compiled, grammar, two)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "mistral_args"])
+def test_whatever_is_read_as_a_strict_call_is_valid(name: str) -> None:
+    """Random answers after an opening, read back as the server reads them."""
+    compiled, grammar = free(name)
+    style = MessageStyle(tools=FORMATS[name], names=NAMES)
+    for seed in range(4):
+        text = random_answer(compiled, grammar, seed, FORMATS[name].opening or "{")
+        for call in read(style, text, [])["tool_calls"]:
+            arguments = json.loads(call["function"]["arguments"])
+            assert isinstance(arguments, dict), text
+            if call["function"]["name"] == "weather":
+                assert list(arguments) == ["city", "days"]
+                assert arguments["days"] in (1, 2)
+
+
+def test_strict_tools_of_requests() -> None:
+    client = FakeClient()
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+    for fields in ({}, {"tool_choice": "none"}, {"tool_choice": "required"}, {"tools": TOOLS}):
+        answer = post(make_web(client), CHAT, say(HERMES_TWO, **{"tools": strict, **fields}))
+        assert answer.status_code == 200, answer.text
+    optional, none, required, loose = (request.grammar for request in client.requests)
+    assert optional is not None
+    assert "TEXT" in optional.text
+    assert (none, loose) == (None, None)
+    assert required is not None
+    assert "TEXT" not in required.text
+    thinking = say("x", tools=strict, chat_template_kwargs={"think": True})
+    assert post(make_web(client, THINKER), CHAT, thinking).status_code == 200
+    thoughtful = client.requests[-1].grammar
+    assert thoughtful is not None
+    assert "</think>" in thoughtful.text
+
+
+def test_what_cannot_be_strict_is_refused_by_name() -> None:
+    strict = {"name": "f", "parameters": {"not": {}}, "strict": True}
+    tools = [{"type": "function", "function": strict}]
+    for parser, word in (("hermes", "not"), ("gemma", "strict"), ("pythonic", "strict")):
+        client = FakeClient()
+        answer = post(make_web(client, tool_parser=parser), CHAT, say("x", tools=tools))
+        error = answer.get_json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "tools"), error
+        assert word in error["message"]
+        assert client.requests == []
+
+
+def random_answer(compiled: Grammars, grammar: Grammar, seed: int, begun: str = "") -> str:
+    """begun: what it begins with."""
+    rng, matcher, data = random.Random(seed), compiled.matcher(grammar), bytearray(begun.encode())
+    for token in data:
+        matcher.advance(token)
     while not matcher.finished:
         assert matcher.error is None
         bits = np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")
