@@ -12,6 +12,7 @@ from jaxserve.request import RequestOutput, TokenLogprobs
 from jaxserve.tokenizer.protocol import Tokenizer
 from server import sse
 from server.answers import AnswerReader
+from server.openai.reasoning import ThoughtCounter
 from server.openai.response import (
     Json,
     answer_head,
@@ -42,6 +43,8 @@ class ChatAnswer:
         style: MessageStyle | None = None,
     ) -> None:
         self._messages = None if style is None else [style.reader() for _ in readers]
+        thinking = None if style is None else style.thinking
+        self._thoughts = [ThoughtCounter(thinking, tokenizer) for _ in readers]
         self._scores = scores
         self._tokenizer = tokenizer
         self._body = body
@@ -51,6 +54,8 @@ class ChatAnswer:
     def whole(self, answers: Sequence[RequestOutput]) -> Json:
         """The answer object, from the complete answer of each choice."""
         answer = answer_head("chatcmpl", "chat.completion", self._model)
+        for counter, piece in zip(self._thoughts, answers, strict=True):
+            counter.push(piece.token_ids)
         answer["choices"] = [
             {
                 "index": index,
@@ -76,6 +81,7 @@ class ChatAnswer:
         plain = not (body.logprobs or body.return_token_ids)
         text_events: dict[int, sse.TextEvent] = {}
         for index, piece in pieces:
+            self._thoughts[index].push(piece.token_ids)
             if index not in text_events:
                 text_events[index] = sse.TextEvent(_chunk(head, index, {"content": sse.TEXT_HERE}))
                 first = _chunk(head, index, {"role": "assistant", "content": ""})
@@ -122,7 +128,8 @@ class ChatAnswer:
         return extra
 
     def _usage(self) -> Json:
-        return usage(self._readers, len(self._readers))
+        reasoning = sum(counter.num_tokens for counter in self._thoughts)
+        return usage(self._readers, len(self._readers), reasoning)
 
 
 def _chunk(head: Json, index: int, delta: Json, **fields: Any) -> Json:

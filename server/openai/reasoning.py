@@ -7,8 +7,10 @@ block itself, so that their answers begin inside it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from jaxserve.context.chat_template import ChatTemplate
+from jaxserve.tokenizer.detokenizer import IncrementalDetokenizer
 from jaxserve.tokenizer.protocol import Tokenizer
 
 PARSERS = ("auto", "none", "deepseek")
@@ -50,7 +52,18 @@ class ThinkingReader:
         self._inside = thinking.opened
         self._over = thinking.done
         self._begun = False  # something was shown of the present part
+        self._thought = False  # a block has ended
         self._text = ""
+
+    @property
+    def has_thought(self) -> bool:
+        """Whether a block has begun."""
+        return self._inside or (self._over and self._thought)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no thoughts will follow."""
+        return self._over
 
     def push(self, text: str) -> tuple[str, str]:
         """(thoughts, answer) that may be shown now."""
@@ -86,6 +99,7 @@ class ThinkingReader:
         if at >= 0:
             shown, self._text = self._text[:at].rstrip(), self._text[at + len(CLOSE) :]
             self._inside, self._over, self._begun = False, True, False
+            self._thought = True
             return shown
         cut = len(self._text)
         for length in range(min(len(CLOSE) - 1, cut), 0, -1):
@@ -103,3 +117,30 @@ class ThinkingReader:
         shown, self._text = self._text, ""
         self._begun |= bool(shown)
         return shown
+
+
+class ThoughtCounter:
+    """Counts the tokens of one answer up to the end of its thoughts, markers included.
+
+    That is what OpenAI's usage calls `reasoning_tokens`: they are part of `completion_tokens`. All
+    tokens count where the answer ends within its thoughts, none where it has no thoughts.
+    """
+
+    def __init__(self, thinking: Thinking | None, tokenizer: Tokenizer) -> None:
+        """thinking: None for a model that does not think, or whose thoughts nobody reads."""
+        self.num_tokens = 0
+        self._reader = None if thinking is None else ThinkingReader(thinking)
+        self._text = IncrementalDetokenizer(tokenizer, skip_special=False)
+        self._seen = 0
+
+    def push(self, token_ids: Iterable[int]) -> None:
+        """The next tokens of the answer, in whatever pieces."""
+        if self._reader is None:
+            return
+        for token in token_ids:
+            if self._reader.is_over:
+                return
+            self._seen += 1
+            self._reader.push(self._text.push([token]))
+            if self._reader.has_thought:
+                self.num_tokens = self._seen

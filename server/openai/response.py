@@ -28,8 +28,11 @@ def answer_head(prefix: str, kind: str, model: str) -> Json:
     }
 
 
-def usage(readers: Sequence[AnswerReader], n: int) -> Json:
-    """Token counts; the n answers to a prompt stand side by side and count it once."""
+def usage(readers: Sequence[AnswerReader], n: int, reasoning: int | None = None) -> Json:
+    """Token counts; the n answers to a prompt stand side by side and count it once.
+
+    reasoning: how many of the answers' tokens were thoughts; None where there can be none.
+    """
     firsts = readers[::n]
     prompt = sum(len(reader.request.prompt_ids) for reader in firsts)
     made = sum(reader.num_tokens for reader in readers)
@@ -40,6 +43,11 @@ def usage(readers: Sequence[AnswerReader], n: int) -> Json:
         "prompt_tokens_details": {
             "cached_tokens": sum(reader.num_cached_tokens for reader in firsts)
         },
+        **(
+            {}
+            if reasoning is None
+            else {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+        ),
     }
 
 

@@ -14,6 +14,7 @@ from jaxserve.tokenizer.protocol import Tokenizer
 from server import sse
 from server.answers import AnswerReader
 from server.errors import error_body
+from server.openai.reasoning import ThoughtCounter
 from server.openai.tools_message import MessageStyle
 from server.responses.items import OutputItems
 from server.responses.schema import ResponsesBody
@@ -56,6 +57,7 @@ class ResponseAnswer:
         style: MessageStyle | None = None,
     ) -> None:
         self._items = OutputItems(tokenizer, style, self._event)
+        self._thoughts = ThoughtCounter(None if style is None else style.thinking, tokenizer)
         self._reader = reader
         self._keep = keep
         self._numbers = itertools.count()
@@ -74,6 +76,7 @@ class ResponseAnswer:
 
     def whole(self, answer: RequestOutput) -> Json:
         """The response object, from the complete answer; it is kept if that was asked for."""
+        self._thoughts.push(answer.token_ids)
         for _ in self._items.push(answer):
             pass  # events that nobody asked for
         for _ in self._items.finish(cut=answer.finish_reason is FinishReason.LENGTH):
@@ -85,6 +88,7 @@ class ResponseAnswer:
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
         for _, piece in pieces:
+            self._thoughts.push(piece.token_ids)
             yield from self._items.push(piece)
             if piece.finish_reason is not None:
                 yield from self._items.finish(cut=piece.finish_reason is FinishReason.LENGTH)
@@ -127,7 +131,7 @@ class ResponseAnswer:
                 "cache_write_tokens": 0,
             },
             "output_tokens": reader.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._thoughts.num_tokens},
             "total_tokens": prompt + reader.num_tokens,
         }
 

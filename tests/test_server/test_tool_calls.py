@@ -562,3 +562,28 @@ def test_a_form_holds_after_the_thoughts_only() -> None:
     assert "</think>" in opened.text
     assert "<think>" not in opened.text
     assert "<think>" in free.text
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    ("text", "think", "max_tokens", "thoughts"),
+    [
+        ("<think>\nlet me see\n</think>\n\nNoon.", False, 400, 27),
+        ("let me see\n</think>\n\nNoon.", True, 400, 19),
+        (" <think>cut off", False, 12, 12),
+        (" <thin air", False, 400, 0),
+        ("Noon. <think>no</think>", False, 400, 0),
+    ],
+)
+def test_thoughts_are_counted(
+    text: str, think: bool, max_tokens: int, thoughts: int, n: int
+) -> None:
+    """A byte is a token here: all up to the end of the closing marker."""
+    body = say(text, chat_template_kwargs={"think": think}, tools=None, n=n, max_tokens=max_tokens)
+    usage = post(make_web(FakeClient(), THINKER), CHAT, body).get_json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": n * thoughts}
+    assert usage["completion_tokens"] == n * min(len(text) + 1, max_tokens)
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    assert events(post(make_web(FakeClient(), THINKER), CHAT, streamed))[-2][1]["usage"] == usage
+    off = post(make_web(FakeClient(), THINKER, reasoning_parser="none"), CHAT, body).get_json()
+    assert off["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}

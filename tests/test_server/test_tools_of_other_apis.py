@@ -132,6 +132,11 @@ def test_responses_think(web: Any) -> None:
     thought, message = body["output"]
     assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", "What is it?")
     assert message["content"][0]["text"] == "It is 5."
+    counted = THOUGHT.index("</think>") + len("</think>")
+    assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": counted}
+    stream = {"store": False, "input": say(THOUGHT), "stream": True}
+    last = events(post(web, "/v1/responses", stream))[-1][1]["response"]
+    assert last["usage"] == body["usage"]
 
 
 def test_the_form_of_a_response(web: Any, client: FakeClient) -> None:
