@@ -73,8 +73,8 @@ def peer_environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], port: int, log: pathlib.Path) -> Iterator[None]:
-    """The server while the block runs; its output goes to `log`."""
+def running(command: Sequence[str], port: int, log: pathlib.Path, key: str = "") -> Iterator[None]:
+    """The server while the block runs; its output goes to `log`. key: if it asks for one."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
@@ -85,13 +85,17 @@ def running(command: Sequence[str], port: int, log: pathlib.Path) -> Iterator[No
             start_new_session=True,
         )
         try:
-            _wait_until_it_answers(process, port, log)
+            _wait_until_it_answers(process, port, log, key)
             yield
         finally:
             _stop(process)
 
 
-def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int, log: pathlib.Path) -> None:
+def _wait_until_it_answers(
+    process: subprocess.Popen[bytes], port: int, log: pathlib.Path, key: str
+) -> None:
+    head = {"Content-Type": "application/json"}
+    head |= {"Authorization": f"Bearer {key}"} if key else {}
     deadline = time.monotonic() + START_SECONDS
     body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 1})
     while time.monotonic() < deadline:
@@ -102,9 +106,7 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int, log: pat
             )
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         try:
-            connection.request(
-                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
-            )
+            connection.request("POST", "/v1/completions", body, head)
             if connection.getresponse().status == 200:
                 return
         except OSError:
