@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from jaxserve.context.assemble import assemble_chat, assemble_completion
 from jaxserve.context.chat_template import ChatTemplate
@@ -123,7 +123,7 @@ class Prompts:
     def check_grammar(self, grammar: Grammar) -> None:
         """Raises RequestError naming the field where the grammar cannot be enforced."""
         if not self._grammars.knows(grammar):
-            self._run_long(lambda: self._grammars.check(grammar))
+            self._elsewhere(lambda: self._grammars.check(grammar))
 
     def _note(self, step: str, *moments: float) -> None:
         if self._mark is not None:
@@ -139,8 +139,22 @@ class Prompts:
             )
         if size <= INLINE_BYTES:
             return assemble()
-        result: Result = self._run_long(assemble)
-        return result
+        return self._elsewhere(assemble)
+
+    def _elsewhere(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns, or raises. Gevent's threads log an exception that leaves them with
+        its traceback, which a client's mistake is not worth."""
+
+        def settle() -> tuple[Result | None, RequestError | None]:
+            try:
+                return work(), None
+            except RequestError as error:
+                return None, error
+
+        result, error = self._run_long(settle)
+        if error is not None:
+            raise error
+        return cast(Result, result)
 
 
 def _size(content: Any) -> int:

@@ -104,3 +104,19 @@ def test_plain_text_asks_for_nothing() -> None:
     answer, client = ask(CHAT, response_format={"type": "text"})
     assert answer.status_code == 200
     assert client.requests[0].grammar is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "template"),
+    [
+        ({**MESSAGES, "guided_regex": "("}, "x"),
+        ({"messages": [{"role": "user", "content": "x" * 9000}]}, "{{ raise_exception('no') }}"),
+    ],
+    ids=["grammar", "long prompt"],
+)
+def test_a_refusal_from_a_thread_leaves_no_traceback_in_the_log(
+    fields: dict[str, Any], template: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answer = post(make_app(template=template).test_client(), CHAT, fields)
+    assert answer.status_code == 400, answer.text
+    assert "Traceback" not in capfd.readouterr().err
