@@ -34,9 +34,12 @@ def forced_calls(asked: ToolsAsked, form: ToolFormat, tokenizer: Tokenizer) -> G
     return _grammar([start, *_rules(tools, form, form.call)], form, tokenizer)
 
 
-def free_calls(asked: ToolsAsked, form: ToolFormat, tokenizer: Tokenizer) -> Grammar:
+def free_calls(
+    asked: ToolsAsked, form: ToolFormat, tokenizer: Tokenizer, *, not_first: str = ""
+) -> Grammar:
     """Answers of any text, in which whatever is read as a call is one, and a valid one.
 
+    not_first: what text may not begin with, as whoever reads the answer would take it away.
     Arguments are valid for the schema of a strict tool, and any object for another. Raises
     RequestError where a schema cannot be enforced, or calls of this form cannot be.
     """
@@ -57,7 +60,7 @@ def free_calls(asked: ToolsAsked, form: ToolFormat, tokenizer: Tokenizer) -> Gra
     if form.opening:
         lines, call = _after_an_opening(asked, form, tokenizer)
     else:
-        lines, call = _instead_of_text(asked, form), form.call
+        lines, call = _instead_of_text(asked, form, not_first), form.call
     return _grammar([*lines, *_rules(tools, form, call)], form, tokenizer)
 
 
@@ -86,15 +89,17 @@ def _after_an_opening(
     return lines, call
 
 
-def _instead_of_text(asked: ToolsAsked, form: ToolFormat) -> list[str]:
+def _instead_of_text(asked: ToolsAsked, form: ToolFormat, not_first: str) -> list[str]:
     """The start of a grammar in which an answer that begins with a brace is nothing but calls."""
     space = r"\s\x1c-\x1f"  # what Python strips
-    prefixed = f" & ~(/[{space}]*/ {quoted(form.prefix)} /(?s:.*)/)" if form.prefix else ""
+    excluded = "".join(
+        f" & ~(/[{space}]*/ {quoted(text)} /(?s:.*)/)" for text in (form.prefix, not_first) if text
+    )
     prefix = f"({form.prefix})? " if form.prefix else ""
     return [
         f"start: {prefix}{_calls(form, form.lead, parallel=asked.parallel)} | text?",
         "text: TEXT",
-        f"TEXT: /[{space}]*[^{space}{{](?s:.*)/{prefixed}",
+        f"TEXT: /[{space}]*[^{space}{{](?s:.*)/{excluded}",
     ]
 
 

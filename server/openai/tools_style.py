@@ -113,7 +113,9 @@ def answer_grammar(
     elif asked is not None and asked.strict:
         form = find_format(template, config.tool_parser)
         assert form is not None, "offered_tools has refused it"
-        grammar = free_calls(asked, form, tokenizer)
+        thinking = style.thinking if style is not None else None
+        thinks = thinking is not None and not thinking.opened and not thinking.done
+        grammar = free_calls(asked, form, tokenizer, not_first=OPEN if thinks else "")
     if grammar is None or style is None or style.thinking is None or style.thinking.done:
         return grammar
     opening, closing = (token_or_text(marker, tokenizer) for marker in (OPEN, CLOSE))

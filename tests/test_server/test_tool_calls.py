@@ -19,6 +19,7 @@ from hypothesis import example, given, settings
 from jaxserve.config import TOOL_PARSERS, EngineConfig, ServerConfig
 from jaxserve.context.chat_template import ChatTemplate
 from jaxserve.request import Grammar
+from jaxserve.structured.grammars import after_text
 from jaxserve.structured.matcher import Grammars
 from jaxserve.structured.vocabulary import make_vocabulary
 from server.app import create_app
@@ -293,7 +294,7 @@ STRICT_ANSWERS: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-def free(name: str, *, parallel: bool = True) -> tuple[Grammars, Grammar]:
+def free(name: str, *, parallel: bool = True, not_first: str = "") -> tuple[Grammars, Grammar]:
     """What holds the strict weather and the free now, where calls are optional."""
     tokenizer = ByteTokenizer()
     asked = ToolsAsked(
@@ -301,7 +302,7 @@ def free(name: str, *, parallel: bool = True) -> tuple[Grammars, Grammar]:
     )
     form = OPENED if name == "opened" else FORMATS[name]
     compiled = Grammars(lambda: make_vocabulary(tokenizer, 260, tokenizer.eos_ids), 260)
-    return compiled, free_calls(asked, form, tokenizer)
+    return compiled, free_calls(asked, form, tokenizer, not_first=not_first)
 
 
 def may_be(compiled: Grammars, grammar: Grammar, text: str) -> bool:
@@ -327,6 +328,33 @@ def test_strict_tools_are_held_where_calls_are_optional(name: str) -> None:
     good, bad = STRICT_ANSWERS[name]
     assert [text for text in good if not may_be(compiled, grammar, text)] == []
     assert [text for text in bad if may_be(compiled, grammar, text)] == []
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "mistral_args"])
+def test_strict_tools_are_held_after_thoughts(name: str) -> None:
+    """Thoughts are never taken for text that an unheld call could follow."""
+    compiled, grammar = free(name, not_first="<think>")
+    grammar = after_text(grammar, '"</think>"', opening='"<think>"')
+    good, bad = STRICT_ANSWERS[name]
+    for lead in ("", "<think>a</think>", " <think>a</think>"):
+        held = [text for text in bad if may_be(compiled, grammar, lead + text)]
+        # white space between thoughts and a call is no part of either
+        assert [text for text in held if text.strip() not in good] == []
+    for lead in ("", "<think>a</think>"):
+        assert [text for text in good if not may_be(compiled, grammar, lead + text)] == []
+
+
+def test_the_grammar_of_a_request_keeps_thoughts_from_being_text() -> None:
+    client = FakeClient()
+    web = make_web(client, THINKER, tool_parser="llama3_json")
+    function = {"name": "weather", "parameters": CITY, "strict": True}
+    tools = [{"type": "function", "function": function}]
+    assert post(web, CHAT, say("x", tools=tools)).status_code == 200
+    grammar = client.requests[-1].grammar
+    assert grammar is not None
+    compiled, _ = free("llama3_json")
+    assert may_be(compiled, grammar, f"<think>a</think>{LLAMA_GOOD}")
+    assert not may_be(compiled, grammar, f"<think>a</think>{LLAMA_BAD}")
 
 
 @pytest.mark.parametrize(
