@@ -48,6 +48,18 @@ def test_norm_in_both_conventions() -> None:
     assert plain(jnp.array(x, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("size", [64, 576, 4096])
+def test_a_row_is_normalised_alike_in_any_company(size: int) -> None:
+    """Bit for bit: keys and values are rounded after this, and what was rounded may differ a lot."""
+    norm = RMSNorm(size, eps=1e-5, offset=0.0, axis="embed", rngs=nnx.Rngs(0))
+    x = jnp.array(draw(512, size))
+    wanted = np.asarray(jax.jit(norm)(x))
+    reference = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(wanted, reference, rtol=1e-5)
+    for rows in (1, 2, 8, 32):
+        np.testing.assert_array_equal(jax.jit(norm)(x[:rows]), wanted[:rows])
+
+
 def test_embedding_reads_rows_and_scores_them() -> None:
     embedding = Embedding(7, 3, dtype=jnp.float32, rngs=nnx.Rngs(0))
     table = np.asarray(embedding.weight[...])
