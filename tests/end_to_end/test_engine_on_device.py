@@ -78,7 +78,14 @@ def check_equal(left, right):
         assert right[name][1] == pytest.approx(logprobs, abs=1e-5, rel=1e-5)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "top_k": 40}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.9, "top_p": 0.9, "top_k": 40},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.7},
+    ],
+)
 def test_alone_in_company_and_from_the_cache_the_answer_is_the_same(built, sampling):
     engine, _ = built
     requests = make_requests(**sampling)

@@ -69,7 +69,7 @@ class Machine:
         return seconds
 
 
-def gaps_while_prompts_arrive(objective, count=6):
+def gaps_while_prompts_arrive(objective, count=6, length=4000):
     """Gaps of the running answers, and the seconds to the first token of a prompt."""
     machine = Machine(objective)
     for _ in range(STREAMS):
@@ -78,7 +78,7 @@ def gaps_while_prompts_arrive(objective, count=6):
         machine.turn()
     gaps, waits = [], []
     for _ in range(count):
-        arrival, prompt = machine.clock, machine.add(4000, 1)
+        arrival, prompt = machine.clock, machine.add(length, 1)
         while not prompt.num_output_tokens:
             gaps.append(machine.turn())
         waits.append(machine.clock - arrival)
@@ -103,3 +103,14 @@ def test_a_prompt_waits_no_longer_than_the_objective_makes_it():
     _, quickest = gaps_while_prompts_arrive(None)
     _, waits = gaps_while_prompts_arrive(0.1)
     assert waits < 2 * quickest
+
+
+def test_a_longer_prompt_makes_no_longer_gaps():
+    """Nor does it cost more per token than what attention over more tokens costs."""
+    gaps, costs = {}, {}
+    for length in (1000, 4000, 16_000):
+        found, seconds = gaps_while_prompts_arrive(0.1, count=1, length=length)
+        gaps[length], costs[length] = found[-1], seconds / length
+        assert found[-1] < seconds / 2
+    assert gaps[16_000] < 0.2  # the smallest chunk there is takes more than the objective
+    assert costs[16_000] - costs[4000] < 1.2 * 4 * (costs[4000] - costs[1000])
