@@ -9,12 +9,12 @@ from typing import Any
 from behaviour_groups.client import (
     COMPLETIONS,
     Answer,
-    FailedError,
     Server,
     Stream,
     UntriedError,
     company,
     must,
+    must_equal,
     together,
 )
 from behaviour_groups.listed import Behaviour
@@ -48,10 +48,7 @@ def words(seed: int, count: int) -> str:
 
 def _difference(wanted: Answer, found: Answer, where: str) -> float:
     """The largest one of log-probabilities. Raises FailedError for another text."""
-    if wanted.text != found.text:
-        letters = zip(wanted.text, found.text, strict=False)
-        at = next((i for i, (a, b) in enumerate(letters) if a != b), 0)
-        raise FailedError(f"{where}: another text from character {at} on")
+    must_equal(wanted.text, found.text, where)
     numbers = [answer.choices[0]["logprobs"]["token_logprobs"] for answer in (wanted, found)]
     return max(abs(a - b) for a, b in zip(*numbers, strict=True))
 

@@ -330,6 +330,13 @@ def still_answers(server: Server) -> None:
     must(answer.status == 200, f"afterwards a plain request gets {answer.status}")
 
 
+def must_equal(wanted: str, found: str, where: str) -> None:
+    """Raises FailedError that says from where on the texts differ."""
+    letters = enumerate(zip(wanted, found, strict=False))
+    at = next((i for i, (a, b) in letters if a != b), min(len(wanted), len(found)))
+    must(wanted == found, f"{where}: another text from character {at} of {len(wanted)} on")
+
+
 def refused_or_200(answer: Answer, field: str) -> Answer:
     """Raises RefusedByNameError for a 4xx that names the field, FailedError for any other that is not a 200."""
     if answer.names(field):

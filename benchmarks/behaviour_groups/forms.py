@@ -24,6 +24,7 @@ TOOL = {
     "function": {
         "name": "get_weather",
         "description": "The weather of a city",
+        "strict": True,
         "parameters": {
             "type": "object",
             "properties": {
@@ -61,7 +62,8 @@ def invalid_forms(server: Server) -> str:
         for stream in (False, True):
             answer = server.chat(PROMPT, max_tokens=8, stream=stream, **case)
             if answer.status != 400:
-                bad.append(f"{json.dumps(case)[-50:]} {answer.status}")
+                how = "streamed" if stream else "whole"
+                bad.append(f"{json.dumps(case).rstrip('}')[-26:]} {how} {answer.status}")
     still_answers(server)
     must(not bad, f"{len(bad)} of {2 * len(cases)}: {'; '.join(bad[:3])}")
     return f"{len(cases)} forms, 400 each, whole and streamed"

@@ -51,12 +51,12 @@ def disconnects(server: Server) -> str:
     """Within 2 s of a close or reset, streamed, whole, n > 1 or queued: nothing runs, pages free."""
     server.rests()
     slowest = 0.0
-    fields: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
+    fields: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True, "temperature": 1}
     for reset in (False, True):
         for more in ({"stream": True}, {"stream": False}, {"stream": True, "n": 3}):
             for route in ROUTES:
                 connection = server.open(route, STORY, **{**fields, **more})
-                _wait_running(server, 1)
+                _wait_running(server, more.get("n", 1))
                 _leave(connection, reset=reset)
                 slowest = max(slowest, server.rests(10))
     crowd = [server.open(COMPLETIONS, f"{i} {STORY}", **fields, stream=True) for i in range(96)]
@@ -77,7 +77,7 @@ def _wait_running(server: Server, count: int) -> None:
         text = server.metrics()
         if server.metric(RUNNING, text) + server.metric(WAITING, text) >= count:
             return
-        must(time.monotonic() < deadline, f"never saw {count} requests")
+        must(time.monotonic() < deadline, f"the gauges never show {count} open requests")
         time.sleep(0.02)
 
 
