@@ -131,7 +131,7 @@ KEYWORDS: tuple[tuple[str, dict[str, Any], Callable[[Any], object]], ...] = (
 
 def keywords(server: Server) -> str:
     """Each keyword is enforced or refused; JSON that is not complete only with finish length."""
-    refused, broken, enforced = [], [], 0
+    refused, broken, unfinished, enforced = [], [], [], 0
     for name, schema, right in KEYWORDS:
         jobs = [
             lambda s=schema, i=i: server.chat(
@@ -142,11 +142,14 @@ def keywords(server: Server) -> str:
         answers = together(jobs)
         if {answer.status for answer in answers} == {400}:
             refused.append(name)
-        elif all(_fits(answer, right) for answer in answers):
-            enforced += 1
-        else:
+        elif not all(_fits(answer, right) for answer in answers):
             broken.append(name)
+        elif all(answer.finish == "length" for answer in answers):
+            unfinished.append(name)
+        else:
+            enforced += 1
     note = f"; refused: {', '.join(refused)}" if refused else ""
+    note += f"; never whole: {', '.join(unfinished)}" if unfinished else ""
     must(not broken, f"not enforced: {', '.join(broken)} (of {len(KEYWORDS)}){note}")
     return f"{enforced} of {len(KEYWORDS)} enforced{note}"
 
