@@ -155,6 +155,7 @@ class GenerationRequest:
     score: the prompt is only read, for this; of `sampling` only `logprobs` counts then.
     tenant: who asks; tenants take turns, and one of weight 2 gets twice as many tokens as one of 1.
     trace: the facts at the end are to hold the steps, too.
+    n: answers to this prompt in all, told by the first of them; 0 for the others.
     """
 
     request_id: str
@@ -169,6 +170,7 @@ class GenerationRequest:
     tenant: str = ""
     weight: float = 1.0
     trace: bool = False
+    n: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ class EngineMetrics:
         self.step_tokens = counter("jaxserve:step_tokens", "Query tokens computed", "bucket")
         self.padding_tokens = counter("jaxserve:padding_tokens", "Padding computed", "bucket")
         self.success = counter("vllm:request_success", "Finished requests", "finished_reason")
-        self.refusals = counter("jaxserve:admission_rejections", "Refused requests", "reason")
+        self.refusals = counter("vllm:admission_rejections", "Refused requests", "reason")
         self.device_seconds = counter(
             "jaxserve:device_seconds", "Device time of finished requests", "tenant"
         )
@@ -66,6 +66,10 @@ class EngineMetrics:
         sizes = self._sizes
         self.request_prompt = sizes("vllm:request_prompt_tokens", "Prompt tokens of a request")
         self.request_generation = sizes("vllm:request_generation_tokens", "Tokens of an answer")
+        self.params_max_tokens = sizes(
+            "vllm:request_params_max_tokens", "Tokens that an answer may have"
+        )
+        self.params_n = sizes("vllm:request_params_n", "Answers that a request asks for")
         self.iteration_tokens = sizes("vllm:iteration_tokens_total", "Query tokens of a step")
         for reason in FinishReason:
             self.success.labels(model_name=self._model, finished_reason=reason.value)
@@ -130,6 +134,9 @@ class EngineMetrics:
         self.end_to_end.observe(max(0.0, now - times.arrival))
         self.request_prompt.observe(sequence.num_prompt_tokens)
         self.request_generation.observe(sequence.num_output_tokens)
+        self.params_max_tokens.observe(sequence.max_tokens)
+        if sequence.request.n:
+            self.params_n.observe(sequence.request.n)
         if times.first_token:
             self.decode_time.observe(times.last_token - times.first_token)
 

@@ -86,6 +86,7 @@ def make_generation_requests(ask: Ask, info: EngineInfo) -> list[GenerationReque
                     arrival=ask.arrival,
                     eos_ids=ask.eos_ids,
                     grammar=ask.grammar,
+                    n=0 if choice else ask.n,
                 )
             )
     return requests

@@ -179,6 +179,10 @@ def test_one_request_moves_each_counter_by_its_own_amounts(server: RunningServer
         "vllm:request_queue_time_seconds_count": 1,
         "vllm:request_prefill_time_seconds_count": 1,
         "vllm:request_decode_time_seconds_count": 1,
+        "vllm:request_params_n_sum": 1,
+        "vllm:request_params_n_count": 1,
+        "vllm:request_params_max_tokens_sum": 9,
+        "vllm:admission_rejections_total": 0,
         "vllm:num_preemptions_total": 0,
         "jaxserve:compilations_after_ready": 0,
     }
